@@ -1,0 +1,1 @@
+"""Per-row state: where it lives, and what one batch may see of it."""

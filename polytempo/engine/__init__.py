@@ -1,0 +1,1 @@
+"""Rows, scheduling, sampling and the decode step."""

@@ -1,0 +1,1 @@
+"""The DeepSeek-V4 model: modules, rotary tables, and its two forwards (cached and whole-sequence)."""

@@ -1,0 +1,176 @@
+"""Attention of packed tokens over their rows' state: write, complete entries, then attend tile by tile.
+
+One softmax runs over [window ++ entries] with the sink in its denominator. Keys are reduced in aligned blocks,
+in ascending order; a fully masked block adds exact zeros. So a query's result is a function of its own row
+and position, not of its chunk, its tile or its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polytempo.cache.layout import BLOCK
+from polytempo.cache.store import LayerState, PooledState
+from polytempo.cache.view import BatchView, TileGroup, padded_entries
+from polytempo.model.attention import Attention
+from polytempo.model.compressor import Compressor, choose_entries
+from polytempo.model.ops import matmul, tree_sum
+from polytempo.model.rope import RopeAngles, RopeTables
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """How one layer of one forward attends.
+
+    Attributes:
+        state: the layer's part of the row store.
+        view: the forward's tokens.
+        tables: RoPE.
+    """
+
+    state: LayerState
+    view: BatchView
+    tables: RopeTables
+
+    def __call__(self, attn: Attention, x: Tensor) -> Tensor:
+        """Attend: x [T, D], normalised, to [T, D]; writes the tokens' keys and completed entries."""
+        view, state = self.view, self.state
+        table = self.tables.for_ratio(attn.ratio)
+        angles = table.at(view.positions)
+        q, q_residual = attn.project_q(x, angles)
+        _write(state.window, view, attn.project_kv(x, angles))
+        if attn.ratio:
+            self._write_entries(state.compressed, attn.compressor, x, table)
+        index_queries = None
+        if state.index is not None:
+            self._write_entries(state.index, attn.indexer.compressor, x, table)
+            index_queries = attn.indexer.queries(x, q_residual, angles)
+        heads = torch.empty_like(q)
+        for group in view.groups:
+            attended = self._attend_group(attn, group, q, index_queries)
+            heads[group.kept_token_idx] = attended.flatten(0, 1)[group.kept].to(q.dtype)
+        return attn.project_output(heads, angles)
+
+    def _write_entries(self, pooled: PooledState, compressor: Compressor, x: Tensor, table: RopeAngles) -> None:
+        """Keep the tokens' compressor inputs, and make the entries whose spans they complete."""
+        _write(pooled.kv, self.view, compressor.wkv(x))
+        _write(pooled.gate, self.view, compressor.wgate(x))
+        completed = self.view.completed[compressor.ratio]
+        if completed.entry_ids.numel():
+            cells = completed.input_positions % pooled.kv.shape[1]
+            slots = completed.slots.unsqueeze(1)
+            entries = compressor.entries(pooled.kv[slots, cells], pooled.gate[slots, cells], completed.entry_ids, table)
+            pooled.entries[completed.slots, completed.entry_ids] = entries.to(pooled.entries.dtype)
+
+    def _attend_group(
+        self, attn: Attention, group: TileGroup, q: Tensor, index_queries: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Attended values [N, Q, heads, head_dim] float32 of one tile group."""
+        queries = q[group.token_idx]
+        window = self.state.window
+        window_keys = window[group.slots.unsqueeze(1), group.key_positions % window.shape[1]]
+        blocks = [_Blocks(window_keys, group.window_mask)]
+        num_columns = padded_entries(self.view.max_visible[attn.ratio]) if attn.ratio else 0
+        if num_columns:
+            num_visible = (group.positions + 1) // attn.ratio
+            entries = self.state.compressed.entries
+            if index_queries is not None and self.view.max_visible[attn.ratio] > attn.indexer.top_k:
+                return self._attend_chosen(attn, group, queries, blocks[0], index_queries)
+            mask = torch.arange(num_columns, device=q.device) < num_visible.unsqueeze(-1)
+            blocks.append(_Blocks(entries[group.slots, :num_columns], mask))
+        return attend_blocks(queries, blocks, attn.attn_sink, attn.scale)
+
+    def _attend_chosen(
+        self,
+        attn: Attention,
+        group: TileGroup,
+        queries: Tensor,
+        window: _Blocks,
+        index_queries: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """As `_attend_group` where some query must choose: every query brings its own entries, by rank.
+
+        A query that keeps all its entries meets them in the same columns as it would unchosen.
+        """
+        num_tiles, num_queries = group.token_idx.shape
+        kept = self._choose(attn, group, index_queries)
+        entries = self.state.compressed.entries
+        valid = kept < entries.shape[1]
+        own = entries[group.slots.view(-1, 1, 1), kept.clamp(max=entries.shape[1] - 1)]
+        per_query = [
+            _Blocks(_per_query(window.keys, num_queries), window.mask.flatten(0, 1).unsqueeze(1)),
+            _Blocks(own.flatten(0, 1), valid.flatten(0, 1).unsqueeze(1)),
+        ]
+        flat = queries.flatten(0, 1).unsqueeze(1)
+        return attend_blocks(flat, per_query, attn.attn_sink, attn.scale).view(num_tiles, num_queries, *flat.shape[2:])
+
+    def _choose(self, attn: Attention, group: TileGroup, index_queries: tuple[Tensor, Tensor]) -> Tensor:
+        """Entry ids [N, Q, columns] that each query keeps, ascending; unused columns hold the entry capacity."""
+        keys = self.state.index.entries
+        num_columns = padded_entries(self.view.max_visible[attn.ratio])
+        vectors, weights = (part[group.token_idx] for part in index_queries)
+        scores = attn.indexer.scores(vectors, weights, keys[group.slots, :num_columns])
+        kept = choose_entries(scores, (group.positions + 1) // attn.ratio, attn.indexer.top_k)
+        kept = kept.masked_fill(kept == num_columns, keys.shape[1])
+        missing = -kept.shape[-1] % BLOCK
+        return torch.nn.functional.pad(kept, (0, missing), value=keys.shape[1])
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Keys [N, C, head_dim] of N tiles, C a multiple of BLOCK, and who sees them: [N, Q, C] bool."""
+
+    keys: Tensor
+    mask: Tensor
+
+
+def _write(ring: Tensor, view: BatchView, values: Tensor) -> None:
+    """Put values [T, …] of the view's tokens into their cells of a ring [slots, cells, …]."""
+    ring[view.slots, view.positions % ring.shape[1]] = values
+
+
+def _per_query(keys: Tensor, num_queries: int) -> Tensor:
+    """Hand every query of a tile its tile's keys: [N, C, head_dim] to [N · Q, C, head_dim]."""
+    return keys if num_queries == 1 else keys.repeat_interleave(num_queries, dim=0)
+
+
+def attend_blocks(queries: Tensor, parts: list[_Blocks], sink: Tensor, scale: float) -> Tensor:
+    """One softmax over all parts with a sink, reduced block by block in ascending order.
+
+    The maximum is exact in any order; the denominator starts from the sink and adds one block's tree sum at a
+    time, and so do the values. Masked columns weigh exactly 0.
+
+    Args:
+        queries: [N, Q, heads, head_dim].
+        parts: key sets in reduction order; every mask row may be empty, the sink keeps the softmax defined.
+        sink: [heads] float32, a logit without a value (config: `attn_sink`).
+        scale: of the scores, head_dim ** −0.5.
+
+    Returns:
+        [N, Q, heads, head_dim] float32.
+    """
+    num_tiles, num_queries, num_heads, head_dim = queries.shape
+    rows = queries.flatten(1, 2)
+    scores = []
+    for part in parts:
+        raw = matmul(rows, part.keys.transpose(1, 2)).float() * scale
+        raw = raw.unflatten(1, (num_queries, num_heads))
+        scores.append(raw.masked_fill(~part.mask.unsqueeze(2), -torch.inf))
+    highest = sink.expand(num_tiles, num_queries, num_heads)
+    for score in scores:
+        highest = torch.maximum(highest, score.amax(-1))
+    total = torch.exp(sink - highest)
+    values = None
+    for part, score in zip(parts, scores, strict=True):
+        weights = torch.exp(score - highest.unsqueeze(-1)).unflatten(-1, (-1, BLOCK))
+        sums = tree_sum(weights, 4)
+        weights = weights.to(part.keys.dtype)
+        for block_idx in range(weights.shape[3]):
+            total = total + sums[..., block_idx]
+            keys = part.keys[:, block_idx * BLOCK : (block_idx + 1) * BLOCK]
+            block = matmul(weights[..., block_idx, :].flatten(1, 2), keys).float()
+            values = block if values is None else values + block
+    return values.unflatten(1, (num_queries, num_heads)) / total.unsqueeze(-1)

@@ -1,0 +1,52 @@
+"""The cached forwards: any ragged mixture of prompt chunks and single tokens through target or MTP block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polytempo.cache.store import RowStore
+from polytempo.cache.view import BatchView
+from polytempo.model.cached_attention import CachedAttention
+from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.model.rope import RopeTables
+
+
+@torch.inference_mode()
+def target_forward(model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView) -> Tensor:
+    """Run the target over the view's tokens, writing their state.
+
+    Args:
+        model: weights.
+        tables: RoPE over the store's positions.
+        store: state of all rows; the view's rows must hold everything before their tokens.
+        view: the packed tokens.
+
+    Returns:
+        Last-layer streams [T, hc, D] before hc_head, in the model dtype.
+    """
+    streams = model.embed_streams(view.token_ids)
+    for layer, state in zip(model.layers, store.layers, strict=True):
+        streams = layer(streams, view.token_ids, CachedAttention(state, view, tables))
+    return streams
+
+
+@torch.inference_mode()
+def mtp_forward(
+    model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor
+) -> Tensor:
+    """Run the MTP block over pairs (streams of position p, token of p + 1).
+
+    Args:
+        model: weights with an MTP block.
+        tables: RoPE over the store's positions.
+        store: state of all rows.
+        view: positions are the pairs' p; token_ids are the tokens of p + 1.
+        streams: [T, hc, D], the target's at the same positions, or the previous draft's.
+
+    Returns:
+        The block's output streams [T, hc, D]: the next draft's input, and `model.mtp_logits` gives its logits.
+    """
+    block = model.mtp[0]
+    inputs = block.combine(streams, model.embed(view.token_ids))
+    return block(inputs, view.token_ids, CachedAttention(store.mtp[0], view, tables))
