@@ -1,0 +1,100 @@
+"""Logits equal transformers' DeepseekV4ForCausalLM on the same weights, at every position."""
+
+import pytest
+import torch
+
+from support import ENGINE, TINY, Harness, random_ids, random_model, transformers_model, with_ratios
+
+LENGTHS = (*range(1, 10), *range(126, 133), *range(254, 259), 600)
+CONFIGS = {
+    "all_kinds": TINY,
+    "window_only": with_ratios(0, 0, num_hash_layers=0),
+    "indexer_keeps_all": with_ratios(4, 0, index_topk=512),
+    "hca_first": with_ratios(128, 4, num_hash_layers=2),
+}
+
+
+def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / (theirs.max() - theirs.min()))
+
+
+def choice_margin_is_clear(model, ids) -> bool:
+    """Whether no query's choice of entries hangs on a rounding error (ties of the indexer are excluded)."""
+    from polytempo.model import cached_attention
+
+    margins = []
+    original = cached_attention.choose_entries
+
+    def spy(scores, num_visible, top_k):
+        chooses = num_visible > top_k
+        if chooses.any():
+            hidden = torch.arange(scores.shape[-1]) >= num_visible.unsqueeze(-1)
+            ranked = scores.masked_fill(hidden, -torch.inf)[chooses].sort(dim=-1, descending=True).values
+            margins.append(float((ranked[:, top_k - 1] - ranked[:, top_k]).min()))
+        return original(scores, num_visible, top_k)
+
+    cached_attention.choose_entries = spy
+    try:
+        Harness(model).prefill(ids, [len(ids)])
+    finally:
+        cached_attention.choose_entries = original
+    return not margins or min(margins) > 2e-6
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def pair(request):
+    model = random_model(CONFIGS[request.param], seed=3)
+    return model, transformers_model(model)
+
+
+def ids_with_clear_choices(model, length: int) -> list[int]:
+    for seed in range(40):
+        ids = random_ids(length, seed=seed)
+        if choice_margin_is_clear(model, ids):
+            return ids
+    raise AssertionError("every candidate stream has an indexer tie")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_one_shot_logits_equal(pair, length):
+    model, reference = pair
+    ids = ids_with_clear_choices(model, length)
+    with torch.no_grad():
+        theirs = reference(torch.tensor([ids]), use_cache=False).logits[0]
+    assert theirs.std() > 0.5, "the fixture's logits are degenerate"
+    assert relative_difference(Harness(model).prefill(ids, [length]), theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("length", (9, 132, 258))
+def test_token_by_token_logits_equal(pair, length):
+    model, reference = pair
+    ids = ids_with_clear_choices(model, length)
+    with torch.no_grad():
+        theirs = reference(torch.tensor([ids]), use_cache=False).logits[0]
+    assert relative_difference(Harness(model).prefill(ids, [1]), theirs) <= 1e-4
+
+
+def test_every_kind_of_state_matters():
+    """Sensitivity: a far token, one entry and one index key each move the last logits beyond the tolerance."""
+    model, ids = random_model(seed=3), random_ids(300, seed=0)
+    base = Harness(model).prefill(ids, [300])[-1]
+    changed = [(ids[0] + 1) % TINY.vocab_size, *ids[1:]]
+    assert relative_difference(Harness(model).prefill(changed, [300])[-1], base) > 1e-2
+
+    def after_change(change) -> torch.Tensor:
+        harness = Harness(model, ENGINE)
+        harness.prefill(ids[:-1], [299])
+        change(harness.store.layers)
+        return harness.prefill(ids[-1:], [1], start=299)[-1]
+
+    def negate_hca(layers):
+        layers[2].compressed.entries[0, 0].neg_()
+
+    def shuffle_index(layers):
+        layers[1].index.entries[0, :74] = layers[1].index.entries[0, :74].flip(0)
+
+    def negate_window(layers):
+        layers[0].window[0, 298 % layers[0].window.shape[1]].neg_()
+
+    for change in (negate_hca, shuffle_index, negate_window):
+        assert relative_difference(after_change(change), base) > 1e-3, change.__name__
