@@ -207,6 +207,14 @@ _PLAIN = (
 _FIXED = {"hidden_act": "silu", "num_key_value_heads": 1, "attention_bias": False, "mlp_bias": False}
 
 
+def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field that is a JSON object; an absent one and null are an empty one."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"config field {name!r} is {value!r}; it must be an object")
+    return value or {}
+
+
 def _require_integer(name: str, value: Any, at_least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ConfigError(f"config field {name!r} is {value!r}; it must be an integer of at least {at_least}")
@@ -261,7 +269,7 @@ def _read_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     eos = raw.get("eos_token_id")
     values["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     values["dtype"] = raw.get("torch_dtype") or raw.get("dtype") or "bfloat16"
-    quantization = raw.get("quantization_config") or {}
+    quantization = _object(raw, "quantization_config")
     values["expert_dtype"] = raw.get("expert_dtype") or quantization.get("expert_dtype")
     return values
 
@@ -299,7 +307,7 @@ def _ratios_of_layer_types(
             f"config field 'layer_types' has {len(layer_types)} entries, fewer than "
             f"num_hidden_layers ({num_layers})"
         )
-    for layer_type, ratio in (raw.get("compress_rates") or {}).items():
+    for layer_type, ratio in _object(raw, "compress_rates").items():
         if LAYER_TYPE_RATIO.get(layer_type, ratio) != ratio:
             raise ConfigError(
                 f"config field 'compress_rates' gives {layer_type!r} the ratio {ratio!r}; this family has "
@@ -334,7 +342,7 @@ def _read_rope_dim(raw: Mapping[str, Any]) -> int:
     rope_dim = raw.get("qk_rope_head_dim")
     fraction = raw.get("partial_rotary_factor")
     if fraction is None:
-        fraction = ((raw.get("rope_parameters") or {}).get("main") or {}).get("partial_rotary_factor")
+        fraction = _object(_object(raw, "rope_parameters"), "main").get("partial_rotary_factor")
     if fraction is None:
         if rope_dim is None:
             raise ConfigError("config lacks both 'qk_rope_head_dim' and 'partial_rotary_factor'")
@@ -349,10 +357,10 @@ def _read_rope_dim(raw: Mapping[str, Any]) -> int:
 
 
 def _read_rope(raw: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    nested = raw.get("rope_parameters") or {}
+    nested = _object(raw, "rope_parameters")
     if isinstance(nested.get("main"), dict) and isinstance(nested.get("compress"), dict):
         return _one_rope(nested["main"], None), _one_rope(nested["compress"], None)
-    scaling = raw.get("rope_scaling") or nested
+    scaling = _object(raw, "rope_scaling") or nested
     plain = RopeConfig(theta=float(raw.get("rope_theta", 10000.0)))
     return plain, _one_rope(scaling, float(raw.get("compress_rope_theta", 160000.0)))
 

@@ -112,6 +112,88 @@ class Harness:
         return torch.cat(rows)
 
 
+TIGHT_ENGINE = EngineConfig(max_rows=8, max_model_len=768, max_chunk=8, max_step_tokens=64)
+"""Rings with no cell to spare (23 window cells in TINY): they wrap many times, and a rewind of 8 just fits."""
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference, as a share of the range of `theirs`."""
+    ours, theirs = ours.float(), theirs.float()
+    return float((ours - theirs).abs().max() / (theirs.max() - theirs.min()))
+
+
+def choice_margin_is_clear(model: DeepseekV4, ids: Sequence[int]) -> bool:
+    """Whether no query's choice of entries hangs on a rounding error (ties of the indexer are excluded)."""
+    from polytempo.model import cached_attention
+
+    margins = []
+    original = cached_attention.choose_entries
+
+    def spy(scores, num_visible, top_k):
+        chooses = num_visible > top_k
+        if chooses.any():
+            hidden = torch.arange(scores.shape[-1]) >= num_visible.unsqueeze(-1)
+            ranked = scores.masked_fill(hidden, -torch.inf)[chooses].sort(dim=-1, descending=True).values
+            margins.append(float((ranked[:, top_k - 1] - ranked[:, top_k]).min()))
+        return original(scores, num_visible, top_k)
+
+    cached_attention.choose_entries = spy
+    try:
+        Harness(model).prefill(ids, [len(ids)])
+    finally:
+        cached_attention.choose_entries = original
+    return not margins or min(margins) > 2e-6
+
+
+def ids_with_clear_choices(model: DeepseekV4, length: int) -> list[int]:
+    """The first random stream whose choices of entries have a margin."""
+    for seed in range(40):
+        ids = random_ids(length, seed=seed)
+        if choice_margin_is_clear(model, ids):
+            return ids
+    raise AssertionError("every candidate stream has an indexer tie")
+
+
+def alone(model: DeepseekV4, ids: Sequence[int], prompt_len: int) -> Tensor:
+    """Logits [len(ids), vocab] of one row in a state of its own: the prompt in one piece, then single tokens."""
+    harness = Harness(model, replace(ENGINE, max_rows=1, max_step_tokens=704))
+    sizes = [prompt_len, 1] if prompt_len else [1]
+    return harness.prefill(ids, sizes)
+
+
+def visible_cells(config: ModelConfig, store: RowStore, lengths: dict[int, int]) -> list[Tensor]:
+    """Which cells of `store.tensors()` the rows' next tokens may read, given slot -> tokens forwarded so far.
+
+    Written from the rules, apart from the package: the window before the next position, the inputs of the spans
+    that are still open (and of the one before, at ratio 4), and the row's own finished entries.
+    """
+    kept = [torch.zeros(tensor.shape[:2], dtype=torch.bool) for tensor in store.tensors()]
+    for slot, length in lengths.items():
+        masks = iter(mask[slot] for mask in kept)
+
+        def keep_positions(mask: Tensor, first: int, length: int = length) -> None:
+            for position in range(max(first, 0), length):
+                mask[position % len(mask)] = True
+
+        for ratio in (*config.compress_ratios, *config.mtp_compress_ratios):
+            keep_positions(next(masks), length - config.sliding_window + 1)
+            for _ in range({0: 0, 4: 2, 128: 1}[ratio]):
+                first = (length // ratio - (ratio == 4)) * ratio
+                keep_positions(next(masks), first)
+                keep_positions(next(masks), first)
+                next(masks)[: length // ratio] = True
+    return kept
+
+
+def poison(store: RowStore, kept: Sequence[Tensor], value: float) -> None:
+    """Put `value`, with random signs, into every cell that is not in `kept`."""
+    generator = torch.Generator().manual_seed(7)
+    for tensor, mask in zip(store.tensors(), kept, strict=True):
+        signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+        poisoned = (signs * value).to(tensor.dtype)
+        tensor.copy_(torch.where(mask.unsqueeze(-1), tensor, poisoned))
+
+
 def transformers_model(model: DeepseekV4):
     """transformers' DeepseekV4ForCausalLM with these weights, float32, eager attention."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM

@@ -78,34 +78,21 @@ class CachedAttention:
             num_visible = (group.positions + 1) // attn.ratio
             entries = self.state.compressed.entries
             if index_queries is not None and self.view.max_visible[attn.ratio] > attn.indexer.top_k:
-                return self._attend_chosen(attn, group, queries, blocks[0], index_queries)
-            mask = torch.arange(num_columns, device=q.device) < num_visible.unsqueeze(-1)
-            blocks.append(_Blocks(entries[group.slots, :num_columns], mask))
+                blocks.append(self._chosen_entries(attn, group, index_queries))
+            else:
+                mask = torch.arange(num_columns, device=q.device) < num_visible.unsqueeze(-1)
+                blocks.append(_Blocks(entries[group.slots, :num_columns], mask))
         return attend_blocks(queries, blocks, attn.attn_sink, attn.scale)
 
-    def _attend_chosen(
-        self,
-        attn: Attention,
-        group: TileGroup,
-        queries: Tensor,
-        window: _Blocks,
-        index_queries: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """As `_attend_group` where some query must choose: every query brings its own entries, by rank.
+    def _chosen_entries(self, attn: Attention, group: TileGroup, index_queries: tuple[Tensor, Tensor]) -> _Blocks:
+        """Every query's own entries, in columns by rank.
 
-        A query that keeps all its entries meets them in the same columns as it would unchosen.
+        A query that keeps all its entries meets them in the columns that they have in a tile that shares them.
         """
-        num_tiles, num_queries = group.token_idx.shape
         kept = self._choose(attn, group, index_queries)
         entries = self.state.compressed.entries
-        valid = kept < entries.shape[1]
-        own = entries[group.slots.view(-1, 1, 1), kept.clamp(max=entries.shape[1] - 1)]
-        per_query = [
-            _Blocks(_per_query(window.keys, num_queries), window.mask.flatten(0, 1).unsqueeze(1)),
-            _Blocks(own.flatten(0, 1), valid.flatten(0, 1).unsqueeze(1)),
-        ]
-        flat = queries.flatten(0, 1).unsqueeze(1)
-        return attend_blocks(flat, per_query, attn.attn_sink, attn.scale).view(num_tiles, num_queries, *flat.shape[2:])
+        capacity = entries.shape[1]
+        return _Blocks(entries[group.slots.view(-1, 1, 1), kept.clamp(max=capacity - 1)], kept < capacity)
 
     def _choose(self, attn: Attention, group: TileGroup, index_queries: tuple[Tensor, Tensor]) -> Tensor:
         """Entry ids [N, Q, columns] that each query keeps, ascending; unused columns hold the entry capacity."""
@@ -121,20 +108,26 @@ class CachedAttention:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Keys [N, C, head_dim] of N tiles, C a multiple of BLOCK, and who sees them: [N, Q, C] bool."""
+    """Keys in whole blocks of columns, and who sees them.
+
+    Attributes:
+        keys: [N, C, head_dim] if the queries of a tile share them, [N, Q, C, head_dim] if each has its own.
+        mask: [N, Q, C] bool, True where the query sees the key.
+    """
 
     keys: Tensor
     mask: Tensor
+
+    def multiply(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """rows [N, Q, heads, K] times keys (this set's, or a part of them, K first): [N, Q, heads, …] float32."""
+        if self.keys.dim() == 3:
+            return matmul(rows.flatten(1, 2), keys).float().unflatten(1, rows.shape[1:3])
+        return matmul(rows.flatten(0, 1), keys.flatten(0, 1)).float().unflatten(0, rows.shape[:2])
 
 
 def _write(ring: Tensor, view: BatchView, values: Tensor) -> None:
     """Put values [T, …] of the view's tokens into their cells of a ring [slots, cells, …]."""
     ring[view.slots, view.positions % ring.shape[1]] = values
-
-
-def _per_query(keys: Tensor, num_queries: int) -> Tensor:
-    """Hand every query of a tile its tile's keys: [N, C, head_dim] to [N · Q, C, head_dim]."""
-    return keys if num_queries == 1 else keys.repeat_interleave(num_queries, dim=0)
 
 
 def attend_blocks(queries: Tensor, parts: list[_Blocks], sink: Tensor, scale: float) -> Tensor:
@@ -152,16 +145,12 @@ def attend_blocks(queries: Tensor, parts: list[_Blocks], sink: Tensor, scale: fl
     Returns:
         [N, Q, heads, head_dim] float32.
     """
-    num_tiles, num_queries, num_heads, head_dim = queries.shape
-    rows = queries.flatten(1, 2)
     scores = []
+    highest = sink.expand(queries.shape[:3])
     for part in parts:
-        raw = matmul(rows, part.keys.transpose(1, 2)).float() * scale
-        raw = raw.unflatten(1, (num_queries, num_heads))
-        scores.append(raw.masked_fill(~part.mask.unsqueeze(2), -torch.inf))
-    highest = sink.expand(num_tiles, num_queries, num_heads)
-    for score in scores:
-        highest = torch.maximum(highest, score.amax(-1))
+        score = part.multiply(queries, part.keys.transpose(-1, -2)) * scale
+        scores.append(score.masked_fill(~part.mask.unsqueeze(2), -torch.inf))
+        highest = torch.maximum(highest, scores[-1].amax(-1))
     total = torch.exp(sink - highest)
     values = None
     for part, score in zip(parts, scores, strict=True):
@@ -170,7 +159,7 @@ def attend_blocks(queries: Tensor, parts: list[_Blocks], sink: Tensor, scale: fl
         weights = weights.to(part.keys.dtype)
         for block_idx in range(weights.shape[3]):
             total = total + sums[..., block_idx]
-            keys = part.keys[:, block_idx * BLOCK : (block_idx + 1) * BLOCK]
-            block = matmul(weights[..., block_idx, :].flatten(1, 2), keys).float()
+            keys = part.keys.narrow(-2, block_idx * BLOCK, BLOCK)
+            block = part.multiply(weights[..., block_idx, :], keys)
             values = block if values is None else values + block
-    return values.unflatten(1, (num_queries, num_heads)) / total.unsqueeze(-1)
+    return values / total.unsqueeze(-1)

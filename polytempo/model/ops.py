@@ -13,17 +13,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Measured with torch 2.13 on AVX-512 at 1 and 2 threads: fp32 rows differ below 12 rows unless the count
-# is 4 or 8; bf16 rows differ at 1 row for K >= 2048 and nowhere else.
+# Measured with torch 2.13 on AVX-512 at 1 and 2 threads, on inputs that cancel so that the order of summation
+# shows in every result: fp32 rows differ at 1, 2, 3 rows (on other machines up to 11). bf16 rows differ at 1 row
+# for K >= 2048, and wherever rows · K · N <= 4096, up to which torch leaves oneDNN for a kernel of its own.
 FP32_MIN_ROWS = 16
 BF16_MIN_ROWS = 2
+BF16_MAX_SMALL_WORK = 4096
 # What padding rows hold. They are computed and dropped; a test sets this to NaN to prove that nothing reads them.
 PADDING_VALUE = 0.0
 
 
-def min_rows(dtype: torch.dtype) -> int:
-    """Fewest rows at which a matrix kernel of this dtype is known to be row-invariant."""
-    return FP32_MIN_ROWS if dtype == torch.float32 else BF16_MIN_ROWS
+def min_rows(dtype: torch.dtype, depth: int, width: int) -> int:
+    """Fewest rows at which a matrix kernel is known to be row-invariant.
+
+    Args:
+        dtype: of both factors.
+        depth: K, the summed dimension.
+        width: N, columns of the result.
+
+    Returns:
+        Rows to show the kernel at least.
+    """
+    if dtype == torch.float32:
+        return FP32_MIN_ROWS
+    return max(BF16_MIN_ROWS, BF16_MAX_SMALL_WORK // max(depth * width, 1) + 1)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -43,7 +56,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         [M, N]; row i is a function of x[i] alone.
     """
     num_rows = x.shape[0]
-    needed = min_rows(x.dtype)
+    needed = min_rows(x.dtype, weight.shape[1], weight.shape[0])
     if num_rows >= needed:
         return F.linear(x, weight)
     return F.linear(pad_rows(x, needed), weight)[:num_rows]
@@ -60,7 +73,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         [B, M, N]; each row is a function of its own row of `a` and its own b alone.
     """
     num_rows = a.shape[1]
-    needed = min_rows(a.dtype)
+    needed = min_rows(a.dtype, b.shape[1], b.shape[2])
     if num_rows >= needed:
         return torch.matmul(a, b)
     return torch.matmul(pad_rows(a, needed), b)[:, :num_rows]

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from support import ENGINE, TINY, Harness, random_ids, random_model, transformers_model, with_ratios
+from support import (
+    ENGINE,
+    TINY,
+    Harness,
+    ids_with_clear_choices,
+    random_ids,
+    random_model,
+    relative_difference,
+    transformers_model,
+    with_ratios,
+)
 
 LENGTHS = (*range(1, 10), *range(126, 133), *range(254, 259), 600)
 CONFIGS = {
@@ -14,45 +24,10 @@ CONFIGS = {
 }
 
 
-def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).abs().max() / (theirs.max() - theirs.min()))
-
-
-def choice_margin_is_clear(model, ids) -> bool:
-    """Whether no query's choice of entries hangs on a rounding error (ties of the indexer are excluded)."""
-    from polytempo.model import cached_attention
-
-    margins = []
-    original = cached_attention.choose_entries
-
-    def spy(scores, num_visible, top_k):
-        chooses = num_visible > top_k
-        if chooses.any():
-            hidden = torch.arange(scores.shape[-1]) >= num_visible.unsqueeze(-1)
-            ranked = scores.masked_fill(hidden, -torch.inf)[chooses].sort(dim=-1, descending=True).values
-            margins.append(float((ranked[:, top_k - 1] - ranked[:, top_k]).min()))
-        return original(scores, num_visible, top_k)
-
-    cached_attention.choose_entries = spy
-    try:
-        Harness(model).prefill(ids, [len(ids)])
-    finally:
-        cached_attention.choose_entries = original
-    return not margins or min(margins) > 2e-6
-
-
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def pair(request):
     model = random_model(CONFIGS[request.param], seed=3)
     return model, transformers_model(model)
-
-
-def ids_with_clear_choices(model, length: int) -> list[int]:
-    for seed in range(40):
-        ids = random_ids(length, seed=seed)
-        if choice_margin_is_clear(model, ids):
-            return ids
-    raise AssertionError("every candidate stream has an indexer tie")
 
 
 @pytest.mark.parametrize("length", LENGTHS)

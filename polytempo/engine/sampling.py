@@ -1,0 +1,341 @@
+"""From logits to tokens, one packed position at a time: constraints, penalties, filters, noise, argmax.
+
+A position carries everything its token depends on, so with speculation a row's verify positions are simply
+several positions whose output already holds the drafts before them. Knows nothing of rows, drafts or caches.
+
+Every result is a function of its own logits row and its own position alone, bit for bit: all operations are
+elementwise, exact (max, integer keys, counts) or run along one row in a fixed order (the cumulative sum).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polytempo.engine.logprobs import first_argmax, ranked_ids
+from polytempo.engine.noise import gumbel_noise, gumbel_noise_vocab
+from polytempo.errors import InvariantError
+from polytempo.types import SamplingParams
+
+NO_TOKEN = -1
+# Beyond these, float32 scaling would overflow to inf or divide 0 by 0. A temperature below the first already
+# decides every difference that float32 logits can have; one above the second is already uniform.
+_TEMPERATURE_RANGE = (1e-20, 1e20)
+
+
+@dataclass(frozen=True)
+class SamplingPosition:
+    """All that the token at one position depends on, besides its logits.
+
+    Attributes:
+        params: the request's options.
+        prompt_token_ids: the prompt.
+        output_token_ids: every output token before this position, drafts under verification included.
+        position: absolute index of the token about to be drawn.
+        seed: the request's noise seed (`noise.resolve_seed`).
+        choice: which of the request's n choices.
+        stop_token_ids: EOS and stop ids, banned until params.min_tokens are out.
+        bad_word_ids: token sequences that must not be completed (`text.bad_word_token_ids`).
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    position: int
+    seed: int
+    choice: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def bans_stops(self) -> bool:
+        """Whether min_tokens still keeps the output from ending here."""
+        return len(self.output_token_ids) < self.params.min_tokens and bool(self.stop_token_ids)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was generated or prompted changes the logits."""
+        params = self.params
+        return (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the raw logits' highest is the answer: greedy, and nothing edits the logits."""
+        params = self.params
+        edits = params.allowed_token_ids or self.bad_word_ids or self.bans_stops or params.logit_bias
+        return params.is_greedy and not edits and not self.has_penalties
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One token per position, or a reason why there is none.
+
+    Attributes:
+        token_ids: [N] int64; NO_TOKEN where there is none, never 0 in its place.
+        is_finite: [N] bool; False if the logits hold NaN or +inf or are all -inf.
+        has_candidates: [N] bool; False if the request's own constraints left no token.
+    """
+
+    token_ids: Tensor
+    is_finite: Tensor
+    has_candidates: Tensor
+
+    def failures(self) -> dict[int, str]:
+        """Why each position without a token has none, by its index; empty in the normal case."""
+        failed = (self.token_ids == NO_TOKEN).nonzero().flatten().tolist()
+        return {
+            index: "allowed_token_ids, bad_words and min_tokens together leave no token to draw"
+            if bool(self.is_finite[index])
+            else "the logits are not finite (NaN, +inf, or nothing above -inf)"
+            for index in failed
+        }
+
+
+def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledTokens:
+    """Draw one token at every position.
+
+    Greedy positions take the highest processed logit; others take the argmax of processed logits / temperature
+    + Gumbel noise among the tokens that survive the filters, which is a draw from their softmax. Equal scores
+    go to the lowest id.
+
+    Args:
+        logits: [N, V], any float dtype; not modified.
+        positions: N positions in the order of the logits' rows.
+
+    Returns:
+        SampledTokens for the N positions.
+
+    Raises:
+        InvariantError: logits and positions disagree in number.
+
+    Source: Gumbel-max trick; drafter-invariant use after arXiv 2408.07978.
+    """
+    if logits.dim() != 2 or logits.shape[0] != len(positions):
+        raise InvariantError(f"sample: logits {tuple(logits.shape)} for {len(positions)} positions")
+    if logits.dtype == torch.float64:
+        logits = logits.float()
+    plain = [i for i, p in enumerate(positions) if p.is_plain]
+    other = [i for i, p in enumerate(positions) if not p.is_plain]
+    if not other:
+        return _sample_plain(logits)
+    first = _sample_plain(logits[plain])
+    second = _sample_processed(logits[other], [positions[i] for i in other])
+    place = torch.tensor(plain + other, device=logits.device).argsort()
+    return SampledTokens(
+        torch.cat([first.token_ids, second.token_ids])[place],
+        torch.cat([first.is_finite, second.is_finite])[place],
+        torch.cat([first.has_candidates, second.has_candidates])[place],
+    )
+
+
+def _sample_plain(logits: Tensor) -> SampledTokens:
+    """Greedy without options: one argmax, whose maximum also tells whether the row is finite."""
+    is_finite = logits.amax(-1).isfinite()
+    token_ids = first_argmax(logits).masked_fill_(~is_finite, NO_TOKEN)
+    return SampledTokens(token_ids, is_finite, torch.ones_like(is_finite))
+
+
+def _sample_processed(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledTokens:
+    raw_best = logits.amax(-1)
+    processed = process_logits(logits, positions)
+    best = processed.amax(-1)
+    # A tiny repetition penalty can push a finite logit to +inf: that too is no answer.
+    is_finite = raw_best.isfinite() & ~best.isnan() & (best != torch.inf)
+    has_candidates = ~is_finite | best.isfinite()
+    token_ids = torch.empty(len(positions), dtype=torch.int64, device=logits.device)
+    for draw, members in _by_draw(positions).items():
+        rows = torch.tensor(members, device=logits.device)
+        token_ids[rows] = draw(processed[rows], [positions[i] for i in members])
+    token_ids.masked_fill_(~(is_finite & has_candidates), NO_TOKEN)
+    return SampledTokens(token_ids, is_finite, has_candidates)
+
+
+_Draw = Callable[[Tensor, Sequence[SamplingPosition]], Tensor]
+
+
+def _by_draw(positions: Sequence[SamplingPosition]) -> dict[_Draw, list[int]]:
+    """Indices of the positions by the cheapest way to draw them."""
+    groups: dict[_Draw, list[int]] = {}
+    for index, position in enumerate(positions):
+        params = position.params
+        if params.is_greedy:
+            draw: _Draw = _draw_greedy
+        elif params.top_k > 0:
+            draw = _draw_top_k
+        elif params.top_p < 1:
+            draw = _draw_ranked
+        else:
+            draw = _draw_all
+        groups.setdefault(draw, []).append(index)
+    return groups
+
+
+# --- constraints, bias and penalties ------------------------------------------------------------------------
+
+
+def process_logits(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    """Logits after everything that comes before temperature, in the order of `SamplingParams`.
+
+    Args:
+        logits: [N, V], any float dtype; not modified.
+        positions: N positions.
+
+    Returns:
+        [N, V] float32, banned tokens at -inf.
+    """
+    logits = logits.to(torch.float32, copy=True)
+    _restrict(logits, positions)
+    _ban(logits, positions)
+    _add_bias(logits, positions)
+    penalised = [i for i, p in enumerate(positions) if p.has_penalties]
+    if penalised:
+        rows = torch.tensor(penalised, device=logits.device)
+        logits[rows] = _penalise(logits[rows], [positions[i] for i in penalised])
+    return logits
+
+
+def _restrict(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
+    for row_idx, position in enumerate(positions):
+        if position.params.allowed_token_ids:
+            allowed = torch.tensor(position.params.allowed_token_ids, device=logits.device)
+            kept = logits[row_idx, allowed]
+            logits[row_idx] = -torch.inf
+            logits[row_idx, allowed] = kept
+
+
+def _ban(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
+    rows: list[int] = []
+    ids: list[int] = []
+    for row_idx, position in enumerate(positions):
+        banned = {word[-1] for word in position.bad_word_ids if _awaits_last(word, position)}
+        if position.bans_stops:
+            banned |= position.stop_token_ids
+        rows += [row_idx] * len(banned)
+        ids += banned
+    if rows:
+        logits[torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device)] = -torch.inf
+
+
+def _awaits_last(word: tuple[int, ...], position: SamplingPosition) -> bool:
+    """Whether the tokens so far, prompt included, end in all of `word` but its last token."""
+    width = len(word) - 1
+    if width == 0:
+        return True
+    tail = list(position.output_token_ids[-width:])
+    missing = width - len(tail)
+    if missing:
+        tail = list(position.prompt_token_ids[-missing:]) + tail
+    return tuple(tail) == word[:-1]
+
+
+def _add_bias(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
+    biased = [(i, t, b) for i, p in enumerate(positions) for t, b in (p.params.logit_bias or {}).items()]
+    if biased:
+        rows, ids, values = (list(column) for column in zip(*biased, strict=True))
+        place = torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device)
+        logits[place] += torch.tensor(values, dtype=torch.float32, device=logits.device)
+
+
+def _count(like: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
+    """How often each token occurs in each of N histories: [N, V] float32, exact below 2**24 occurrences."""
+    num_rows, vocab_size = like.shape
+    lengths = torch.tensor([len(history) for history in histories])
+    ids = torch.tensor(list(chain.from_iterable(histories)), dtype=torch.int64)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise InvariantError(f"token ids {int(ids.min())}..{int(ids.max())} beside logits of {vocab_size} tokens")
+    cells = torch.arange(num_rows).repeat_interleave(lengths) * vocab_size + ids
+    counts = torch.bincount(cells.to(like.device), minlength=num_rows * vocab_size)
+    return counts.view(num_rows, vocab_size).float()
+
+
+def _column(positions: Sequence[SamplingPosition], name: str, like: Tensor) -> Tensor:
+    """One option of all positions as [N, 1] in the dtype of `like`."""
+    values = [getattr(position.params, name) for position in positions]
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+def _penalise(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    """Repetition over prompt and output; presence and frequency over the output only."""
+    in_output = _count(logits, [p.output_token_ids for p in positions])
+    in_prompt = _count(
+        logits, [p.prompt_token_ids if p.params.repetition_penalty != 1 else () for p in positions]
+    )
+    repetition = _column(positions, "repetition_penalty", logits)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(in_output + in_prompt > 0, repeated, logits)
+    logits = logits - _column(positions, "frequency_penalty", logits) * in_output
+    return logits - _column(positions, "presence_penalty", logits) * (in_output > 0)
+
+
+# --- drawing: processed logits [N, V] float32 -> token ids [N] int64 ----------------------------------------
+
+
+def _draw_greedy(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    return first_argmax(logits)
+
+
+def _draw_all(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    scaled = _scale(logits, positions)
+    scaled = scaled.masked_fill_(scaled.exp() < _column(positions, "min_p", scaled), -torch.inf)
+    noise = gumbel_noise_vocab(*_noise_address(positions, logits.device), logits.shape[-1])
+    return first_argmax(scaled.double() + noise)
+
+
+def _draw_top_k(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    width = min(max(p.params.top_k for p in positions), logits.shape[-1])
+    return _draw_among(logits, ranked_ids(logits, width), positions)
+
+
+def _draw_ranked(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    return _draw_among(logits, ranked_ids(logits, logits.shape[-1]), positions)
+
+
+def _draw_among(logits: Tensor, ids: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    """Filter the ranked candidates ids [N, K], then draw; every filter keeps a prefix of the ranking."""
+    scaled = _scale(logits, positions).gather(-1, ids)
+    keep = _filter(scaled, positions)
+    width = max(1, int(keep.sum(-1).max()))
+    ids, scaled, keep = ids[:, :width], scaled[:, :width], keep[:, :width]
+    noise = gumbel_noise(*_noise_address(positions, logits.device), ids)
+    scores = torch.where(keep, scaled.double() + noise, -torch.inf)
+    is_best = scores == scores.amax(-1, keepdim=True)
+    return torch.where(is_best, ids, logits.shape[-1] - 1).amin(-1)
+
+
+def _scale(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    """(logits - best) / temperature: the best is 0, so that no temperature can overflow it."""
+    temperature = _column(positions, "temperature", logits).clamp_(*_TEMPERATURE_RANGE)
+    return (logits - logits.amax(-1, keepdim=True)) / temperature
+
+
+def _filter(scaled: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+    """Which ranked candidates survive min_p, then top_k, then top_p: [N, K] bool, a prefix of each row.
+
+    Weights are relative to the best token's, so min_p compares with them as they are; top_p's sum runs over
+    what the filters before it left, in float64 from the most likely token down.
+    """
+    weights = scaled.exp()
+    keep = weights >= _column(positions, "min_p", scaled)
+    ranks = torch.arange(scaled.shape[-1], device=scaled.device)
+    top_k = [p.params.top_k if p.params.top_k > 0 else scaled.shape[-1] for p in positions]
+    keep &= ranks < torch.tensor(top_k, device=scaled.device).unsqueeze(-1)
+    keep &= scaled > -torch.inf
+    reached = torch.where(keep, weights, 0.0).cumsum(-1, dtype=torch.float64)
+    before = F.pad(reached[:, :-1], (1, 0))
+    top_p = _column(positions, "top_p", reached)
+    return keep & ((before < top_p * reached[:, -1:]) | (top_p == 1))
+
+
+def _noise_address(positions: Sequence[SamplingPosition], device: torch.device) -> tuple[Tensor, ...]:
+    """Seeds, choices and absolute positions, each [N] int64."""
+    columns = zip(*((p.seed, p.choice, p.position) for p in positions), strict=True)
+    return tuple(torch.tensor(column, dtype=torch.int64, device=device) for column in columns)

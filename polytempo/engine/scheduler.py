@@ -1,0 +1,102 @@
+"""Who runs, and what each row brings into the next forward. Integers only, no torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+from polytempo.cache.layout import Segment
+from polytempo.config import EngineConfig
+from polytempo.engine.row import Row
+from polytempo.errors import InvariantError
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row and its part of the next forward: tokens at positions row.kv_len … end − 1."""
+
+    row: Row
+    segment: Segment
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the forward covers the row's last token, so that the next one can be sampled."""
+        return self.segment.end == self.row.num_tokens
+
+
+class Scheduler:
+    """First come, first served: rows wait for a slot, then run until they finish.
+
+    A step feeds every decoding row its last token, then fills what is left of the token budget with prompt
+    chunks in order of admission.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self._free_slots = list(range(config.max_rows))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any row waits or runs."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no row holds."""
+        return len(self._free_slots)
+
+    def add(self, row: Row) -> None:
+        """Queue a row."""
+        self.waiting.append(row)
+
+    def admit(self) -> list[Row]:
+        """Seat waiting rows while there are slots; returns the rows that were seated."""
+        admitted = []
+        while self.waiting and self._free_slots:
+            row = self.waiting.popleft()
+            row.slot = heapq.heappop(self._free_slots)
+            self.running.append(row)
+            admitted.append(row)
+        return admitted
+
+    def release_finished(self) -> list[Row]:
+        """Take finished rows out, wherever they are, and free their slots; returns them."""
+        finished = [row for row in (*self.running, *self.waiting) if row.is_finished]
+        for row in finished:
+            if row.slot is not None:
+                heapq.heappush(self._free_slots, row.slot)
+                row.slot = None
+        self.running = [row for row in self.running if not row.is_finished]
+        self.waiting = deque(row for row in self.waiting if not row.is_finished)
+        return finished
+
+    def plan(self) -> list[PlannedRow]:
+        """Choose the next forward's segments, in order of slot."""
+        budget = self.config.max_step_tokens
+        planned = []
+        decoding = [row for row in self.running if row.is_decoding]
+        for row in decoding:
+            planned.append(self._planned(row, 1))
+            budget -= 1
+        for row in self.running:
+            if not row.is_decoding and budget > 0:
+                count = min(row.num_tokens - row.kv_len, self.config.max_chunk, budget)
+                planned.append(self._planned(row, count))
+                budget -= count
+        return sorted(planned, key=lambda item: item.segment.slot)
+
+    def _planned(self, row: Row, count: int) -> PlannedRow:
+        return PlannedRow(row, Segment(row.slot, row.kv_len, row.tokens(row.kv_len, row.kv_len + count)))
+
+    def check(self) -> None:
+        """Raise InvariantError unless every slot is held by exactly one running row or free."""
+        held = [row.slot for row in self.running]
+        if sorted(held + self._free_slots) != list(range(self.config.max_rows)):
+            raise InvariantError(
+                f"slots held {sorted(held)} and free {sorted(self._free_slots)} are not 0..{self.config.max_rows - 1}"
+            )
+        for row in self.running:
+            row.check()

@@ -1,0 +1,285 @@
+"""The Python API: load a model, generate for a list of prompts, chat."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from polytempo.checkpoint.live import share_transformers_model
+from polytempo.checkpoint.load import load_model
+from polytempo.config import EngineConfig
+from polytempo.engine.engine import Engine
+from polytempo.engine.noise import resolve_seed
+from polytempo.engine.outputs import request_output
+from polytempo.engine.row import Request, Row
+from polytempo.engine.text import OutputText, bad_word_token_ids
+from polytempo.errors import ConfigError, RequestError
+from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.tokenizer import Tokenizer
+from polytempo.types import RequestOutput, SamplingParams
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+DEFAULT_MAX_MODEL_LEN = 4096
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
+
+
+class LLM:
+    """A loaded model with an engine: every prompt's output is what it would be alone.
+
+    Args:
+        model: checkpoint directory, official or Hugging Face form; None is the demo model in the package.
+        dtype: "auto" (the checkpoint's), "float32" or "bfloat16".
+        device: where weights and state live, for example "cpu" or "cuda".
+        tokenizer: directory with tokenizer.json if it is not the model's own; False for none.
+        progress: show a bar while loading.
+        **options: engine options: max_rows, max_model_len, max_chunk, max_step_tokens; see `EngineConfig`.
+
+    Raises:
+        CheckpointError: the checkpoint is broken; the message names file and tensor.
+        ConfigError: an option is unknown (the nearest is suggested) or out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        tokenizer: str | Path | bool | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        EngineConfig.from_options(options)  # refuses a misspelt option before a model is read
+        path = DEMO_MODEL if model is None else Path(model)
+        weights, self.checkpoint = load_model(path, dtype, device, progress=progress)
+        loaded = None
+        if tokenizer is not False:
+            home = path if tokenizer in (None, True) else Path(tokenizer)
+            if tokenizer is not None or (home / "tokenizer.json").exists():
+                loaded = Tokenizer.from_dir(home)
+        self._start(weights, loaded, options)
+
+    @classmethod
+    def from_transformers(cls, model: Any, tokenizer: Any = None, **options: Any) -> LLM:
+        """Wrap a live transformers DeepseekV4ForCausalLM, sharing its memory.
+
+        Args:
+            model: the transformers model; norms and routers may be copied to float32, the rest is shared.
+            tokenizer: its fast tokenizer, a polytempo Tokenizer, or None (token ids in, token ids out).
+            **options: engine options, as for LLM.
+
+        Returns:
+            An LLM that cannot speculate, since transformers drops the MTP block.
+
+        Raises:
+            ConfigError: as for LLM, or the model has parts that polytempo does not know.
+        """
+        llm = cls.__new__(cls)
+        llm.checkpoint = None
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer.from_transformers(tokenizer)
+        llm._start(share_transformers_model(model), tokenizer, options)
+        return llm
+
+    def _start(self, model: DeepseekV4, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> None:
+        limit = min(DEFAULT_MAX_MODEL_LEN, model.config.max_position_embeddings)
+        given = {name: value for name, value in options.items() if value is not None}
+        config = EngineConfig.from_options(_consistent({"max_model_len": limit, **given}))
+        self.model, self.tokenizer = model, tokenizer
+        self.engine = Engine(model, config)
+        self._request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; more than max_rows run in turn, seats refilled as sequences finish.
+
+        Args:
+            prompts: one prompt or a list of them.
+            params: one for all, or one per prompt; None is SamplingParams().
+            progress: show a bar on stderr.
+
+        Returns:
+            One output per prompt, in order. A request that fails while it runs has finish_reason "error" and says
+            why; its neighbours are unaffected.
+
+        Raises:
+            RequestError: a prompt or an option cannot be served; nothing has run yet.
+        """
+        listed = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        parsed = [self._parse(prompt, place) for place, prompt in enumerate(listed)]
+        return self._run([self._request(*item, one) for item, one in zip(parsed, _spread(params, parsed), strict=True)],
+                         progress)  # fmt: skip
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them through the tokenizer's chat template.
+
+        Args:
+            messages: [{"role": …, "content": …}, …], or a list of such lists.
+            params: as for `generate`.
+            progress: as for `generate`.
+
+        Returns:
+            One output per conversation.
+
+        Raises:
+            RequestError: as `generate`; also if there is no tokenizer or no template.
+        """
+        tokenizer = self._need_tokenizer("chat")
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = messages if many else [messages]
+        return self.generate([tokenizer.apply_chat_template(one) for one in conversations], params, progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Complete one prompt, yielding text as it becomes certain (never part of a stop string).
+
+        Args:
+            prompt: as for `generate`.
+            params: n must be 1.
+
+        Yields:
+            Pieces of text; joined they are the output's text.
+
+        Raises:
+            RequestError: as `generate`.
+        """
+        self._need_tokenizer("stream")
+        rows = self._request(*self._parse(prompt, 0), params or SamplingParams())
+        if len(rows) != 1:
+            raise RequestError(f"stream needs n=1, not {len(rows)}")
+        self.engine.add(rows)
+        try:
+            shown = 0
+            while self.engine.has_work and not rows[0].is_finished:
+                self.engine.step()
+                text = rows[0].text.text
+                if len(text) > shown:
+                    yield text[shown:]
+                    shown = len(text)
+        finally:
+            self.engine.abort(rows[0].request.request_id)
+        if rows[0].error is not None:
+            raise RequestError(f"request failed at {rows[0].error}")
+
+    def _run(self, requests: list[list[Row]], progress: bool) -> list[RequestOutput]:
+        for rows in requests:
+            self.engine.add(rows)
+        total = sum(len(rows) for rows in requests)
+        try:
+            with tqdm(total=total, unit="seq", desc="generating", disable=not progress, delay=0.5) as bar:
+                num_tokens = 0
+                while self.engine.has_work:
+                    for row in self.engine.step():
+                        num_tokens += len(row.output_token_ids)
+                        bar.set_postfix(tokens=num_tokens, refresh=False)
+                        bar.update()
+        finally:
+            # An interrupted call must not leave rows behind for the next one.
+            for rows in requests:
+                self.engine.abort(rows[0].request.request_id)
+        return [request_output(rows, self._decode_token) for rows in requests]
+
+    @property
+    def _decode_token(self) -> Callable[[int], str] | None:
+        tokenizer = self.tokenizer
+        return None if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _request(self, prompt: str | None, ids: list[int], params: SamplingParams) -> list[Row]:
+        """The rows of one request, checked."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        eos = () if params.ignore_eos else self.model.config.eos_token_ids
+        words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            tokenizer = self._need_tokenizer("bad_words")
+            words = bad_word_token_ids(params.bad_words, lambda word: tokenizer.encode(word, add_special_tokens=False))
+        if params.stop:
+            self._need_tokenizer("stop")
+        request = Request(
+            request_id=f"request-{next(self._request_ids)}",
+            prompt=prompt,
+            prompt_token_ids=ids,
+            params=params,
+            seed=resolve_seed(params.seed),
+            stop_token_ids=frozenset((*eos, *(params.stop_token_ids or ()))),
+            bad_word_ids=words,
+            arrival=time.monotonic(),
+        )
+        self.engine.check_request(request)
+        make_text: Callable[[], OutputText | None] = lambda: None  # noqa: E731
+        if self.tokenizer is not None and params.detokenize:
+            make_text = lambda: OutputText(self.tokenizer, params)  # noqa: E731
+        return [Row(request, choice, make_text()) for choice in range(params.n)]
+
+    def _parse(self, prompt: Prompt, place: int) -> tuple[str | None, list[int]]:
+        """Text (None for ids) and token ids of one prompt."""
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys == {"prompt"}:
+                prompt = prompt["prompt"]
+            elif keys == {"prompt_token_ids"}:
+                prompt = prompt["prompt_token_ids"]
+            else:
+                raise RequestError(
+                    f"prompt {place} has the keys {sorted(map(str, keys))}; it needs either 'prompt' or 'prompt_token_ids'"
+                )
+        if isinstance(prompt, str):
+            return prompt, self._need_tokenizer(f"prompt {place} is text, which").encode(prompt)
+        ids = list(prompt) if isinstance(prompt, Sequence) else None
+        if ids is None or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise RequestError(f"prompt {place} must be text or a list of token ids, not {type(prompt).__name__} {prompt!r:.60}")
+        return None, ids
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer and the model directory has no tokenizer.json; pass tokenizer=DIR, or use "
+                "token ids without text options"
+            )
+        return self.tokenizer
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """A text, a dict, or a non-empty list of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
+    return bool(prompts) and all(isinstance(item, int) for item in prompts)
+
+
+def _spread(params: Any, prompts: Sequence[Any]) -> list[SamplingParams]:
+    """One SamplingParams per prompt."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    params = list(params)
+    if len(params) != len(prompts):
+        raise RequestError(f"{len(params)} params for {len(prompts)} prompts; give one for all or one per prompt")
+    return params
+
+
+def _consistent(options: dict[str, Any]) -> dict[str, Any]:
+    """Let max_step_tokens follow max_rows unless it was given."""
+    rows = options.get("max_rows")
+    if rows is not None and "max_step_tokens" not in options:
+        if isinstance(rows, bool) or not isinstance(rows, int):
+            raise ConfigError(f"engine option 'max_rows' is {rows!r}; it must be an integer of at least 1")
+        options["max_step_tokens"] = max(EngineConfig.max_step_tokens, rows)
+    return options

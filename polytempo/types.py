@@ -1,0 +1,353 @@
+"""What a client asks for and what it gets back: frozen, validated where they are born, no torch.
+
+Knows nothing of models, rows or caches. Everything refused here is refused at the door, before a request can
+disturb its neighbours.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+
+from polytempo.errors import InvariantError, RequestError, unknown_option
+
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+MAX_BIAS = 100.0
+
+# name: (test, what would be right). The tests never see NaN or inf: `_real` refuses those first.
+_REAL_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: x >= 0, ">= 0 (0 is greedy)"),
+    "top_p": (lambda x: 0 < x <= 1, "in (0, 1] (1 is off)"),
+    "min_p": (lambda x: 0 <= x <= 1, "in [0, 1] (0 is off)"),
+    "repetition_penalty": (lambda x: x > 0, "> 0 (1 is off)"),
+    "presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2] (0 is off)"),
+    "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2] (0 is off)"),
+}
+# name: (smallest, largest, whether None is allowed, remark).
+_INT_RULES: dict[str, tuple[int, int | None, bool, str]] = {
+    "n": (1, None, False, ""),
+    "top_k": (-1, None, False, " (0 or -1 is off)"),
+    "seed": (SEED_MIN, SEED_MAX, True, " (None draws a fresh one)"),
+    "min_tokens": (0, None, False, ""),
+    "max_tokens": (1, None, True, " (None fills the context)"),
+    "logprobs": (0, None, True, " (None is off, 0 gives the chosen token only)"),
+    "prompt_logprobs": (0, None, True, " (None is off, 0 gives the prompt's own tokens only)"),
+}
+_BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+
+
+def _refusal(name: str, value: object, right: str) -> RequestError:
+    return RequestError(f"SamplingParams {name}={reprlib.repr(value)} is refused; {name} must be {right}")
+
+
+def _real(name: str, value: object, right: str) -> float:
+    """`value` as a finite float; NaN passes tests such as `x < 0 or x > 2`, so it is refused by itself."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _refusal(name, value, f"a number {right}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _refusal(name, value, f"a finite number {right}")
+    return number
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _integer(name: str, value: object) -> int | None:
+    low, high, optional, remark = _INT_RULES[name]
+    if value is None and optional:
+        return None
+    right = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+    if not _is_int(value) or value < low or (high is not None and value > high):
+        raise _refusal(name, value, right + remark)
+    return int(value)
+
+
+def _items(name: str, value: object, right: str) -> tuple:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, (Sequence, set, frozenset)):
+        raise _refusal(name, value, right)
+    return tuple(sorted(value, key=str)) if isinstance(value, (set, frozenset)) else tuple(value)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    right = "None or a list of token ids (integers >= 0)"
+    ids = _items(name, value, right)
+    if not all(_is_int(token_id) and token_id >= 0 for token_id in ids):
+        raise _refusal(name, value, right)
+    return tuple(int(token_id) for token_id in ids)
+
+
+def _strings(name: str, value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    right = "None or a list of strings, none of them empty"
+    strings = _items(name, value, right)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise _refusal(name, value, right)
+    return strings
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    right = f"None or a dict from token ids (integers >= 0) to biases in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
+    if not isinstance(value, Mapping):
+        raise _refusal("logit_bias", value, right)
+    biases: dict[int, float] = {}
+    for token_id, bias in value.items():
+        if not _is_int(token_id) or token_id < 0:
+            raise _refusal("logit_bias", value, right)
+        biases[int(token_id)] = _real("logit_bias", bias, f"in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
+        if abs(biases[int(token_id)]) > MAX_BIAS:
+            raise _refusal("logit_bias", value, right)
+    return biases
+
+
+def _refuse_unknown_options(cls: type) -> type:
+    """Make a dataclass answer a misspelt option with the nearest right one, not with a bare TypeError."""
+    known = {f.name for f in fields(cls)}
+    generated = cls.__init__
+
+    @functools.wraps(generated)
+    def __init__(self, **options):
+        for name in options:
+            if name not in known:
+                raise RequestError(unknown_option(f"{cls.__name__} option", name, known))
+        generated(self, **options)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_refuse_unknown_options
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled, stopped and reported; names and defaults are vLLM's.
+
+    Lists are kept as tuples, so that what was validated cannot change. Options act in this order:
+    allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p.
+
+    Attributes:
+        n: choices per request; choice c draws from the noise stream (seed, c).
+        temperature: 0 is greedy: the highest logit, the lowest id among equals.
+        top_k: keep the k most likely tokens, of equals the lowest ids; 0 or -1 is off, above the vocabulary
+            means the vocabulary.
+        top_p: keep the smallest set of most likely tokens whose joint probability reaches top_p.
+        min_p: keep tokens at least min_p times as likely as the most likely one.
+        seed: noise seed, 64 bits signed; None draws a fresh one per request.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
+        presence_penalty: subtracted from the logits of tokens that occur in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        logit_bias: token id -> number in [-100, 100] added to its logit.
+        allowed_token_ids: the only tokens that may be drawn.
+        bad_words: strings whose tokenisation must not be completed.
+        min_tokens: output tokens before EOS, stop ids and stop strings may end the output.
+        max_tokens: most output tokens; None fills the context.
+        stop: string or strings that end the output; the text is cut before the match.
+        stop_token_ids: token ids that end the output.
+        include_stop_str_in_output: keep the matched stop in the text.
+        ignore_eos: do not end at EOS.
+        logprobs: raw log-probabilities of the chosen and so many top tokens; None is off, 0 is not.
+        prompt_logprobs: the same for the prompt's tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: make text at all; stop and bad_words need a tokenizer either way.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        checked: dict[str, object] = {}
+        for name, (is_right, right) in _REAL_RULES.items():
+            checked[name] = _real(name, getattr(self, name), right)
+            if not is_right(checked[name]):
+                raise _refusal(name, getattr(self, name), f"a number {right}")
+        for name in _INT_RULES:
+            checked[name] = _integer(name, getattr(self, name))
+        for name in _BOOLS:
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, getattr(self, name), "True or False")
+        checked["logit_bias"] = _logit_bias(self.logit_bias)
+        checked["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
+        checked["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
+        checked["bad_words"] = _strings("bad_words", self.bad_words)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        checked["stop"] = _strings("stop", stop)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refusal("min_tokens", self.min_tokens, f"<= max_tokens ({self.max_tokens})")
+        if self.allowed_token_ids == ():
+            raise _refusal("allowed_token_ids", [], "None (every token) or hold at least one id")
+        if self.stop and not self.detokenize:
+            raise _refusal("stop", self.stop, "None while detokenize=False: stop strings are found in text")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, object]) -> SamplingParams:
+        """Build from a mapping of option names to values.
+
+        Raises:
+            RequestError: an option is unknown (the nearest right name is suggested) or its value is refused.
+        """
+        if not isinstance(options, Mapping):
+            raise RequestError(f"SamplingParams options must be a dict, not {reprlib.repr(options)}")
+        return cls(**{str(name): value for name, value in options.items()})
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the highest logit is taken; only temperature 0 says so, never an unset or tiny one."""
+        return self.temperature == 0
+
+    def validate_for_vocab(self, vocab_size: int) -> None:
+        """Refuse what no vocabulary of `vocab_size` tokens can honour; a larger top_k is clamped instead.
+
+        Raises:
+            RequestError: a token id is outside 0..vocab_size - 1, or more logprobs are wanted than tokens exist.
+        """
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            outside = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
+            if outside:
+                right = f"made of token ids below the vocabulary size {vocab_size}"
+                raise _refusal(name, outside, right)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise _refusal(name, getattr(self, name), f"at most the vocabulary size {vocab_size}")
+
+
+class FinishReason(str, enum.Enum):
+    """Why an output ended: at a stop, at a length limit, by the client, or by a failure of this request."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token's raw log-probability; rank 1 is the most likely token, equals rank by id."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One choice of a request; text, token_ids and logprobs end at the same token.
+
+    Attributes:
+        index: which of the n choices.
+        logprobs: one dict per output token, or None if they were not asked for.
+        cumulative_logprob: sum of the chosen tokens' logprobs, or None.
+        finish_reason: None while it runs.
+        stop_reason: the stop string or stop token id that ended it; None for EOS and other reasons.
+        error: what failed, if finish_reason is "error".
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.finish_reason is not None:
+            object.__setattr__(self, "finish_reason", FinishReason(self.finish_reason))
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise InvariantError(
+                f"choice {self.index} has {len(self.token_ids)} token ids, {len(self.logprobs)} logprob entries"
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether this choice has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestTimings:
+    """When a request arrived, gave its first token and finished: seconds of the monotonic clock."""
+
+    arrival: float
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token in seconds, None before it."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> float | None:
+        """Seconds from arrival to the end, None before it."""
+        return None if self.finished is None else self.finished - self.arrival
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one request has produced so far.
+
+    Attributes:
+        prompt: the text prompt, None if token ids were submitted.
+        prompt_logprobs: one entry per prompt token, the first None, or None if they were not asked for.
+        outputs: the n choices in order of index.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    timings: RequestTimings
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, counted once however many choices there are."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all choices."""
+        return sum(len(output.token_ids) for output in self.outputs)
