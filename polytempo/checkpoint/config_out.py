@@ -64,7 +64,12 @@ def _official(config: ModelConfig, dtype: str, quantise: str) -> dict[str, Any]:
     plain = RopeConfig(theta=config.rope.theta)
     if config.rope != plain:
         raise ConfigError(f"the official form has no place for {config.rope!r}: its main RoPE is plain")
-    values: dict[str, Any] = {"num_hash_layers": config.num_hash_layers, "torch_dtype": dtype}
+    values: dict[str, Any] = {
+        "num_hash_layers": config.num_hash_layers,
+        "topk_method": "noaux_tc",
+        # What the quantised form does not quantise it stores as bfloat16, whatever the weights were before.
+        "torch_dtype": dtype if quantise == "none" else "bfloat16",
+    }
     if config.compress_rope.factor != 1.0:
         scaling = _yarn(config.compress_rope, "type")
         if config.compress_rope.attention_factor == 1.0:
