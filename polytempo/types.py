@@ -36,6 +36,7 @@ _INT_RULES: dict[str, tuple[int, int | None, bool, str]] = {
     "min_tokens": (0, None, False, ""),
     "max_tokens": (1, None, True, " (None fills the context)"),
     "logprobs": (0, None, True, " (None is off, 0 gives the chosen token only)"),
+    "draft_len": (0, None, True, " (None is the engine's)"),
     "prompt_logprobs": (0, None, True, " (None is off, 0 gives the prompt's own tokens only)"),
 }
 _BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
@@ -162,6 +163,7 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text at all; stop and bad_words need a tokenizer either way.
+        draft_len: most drafts per step, None is the engine's, 0 does not speculate; never changes a token.
     """
 
     n: int = 1
@@ -186,6 +188,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    draft_len: int | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {}

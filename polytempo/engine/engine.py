@@ -7,9 +7,12 @@ import time
 from polytempo.cache.layout import StateShape
 from polytempo.cache.store import RowStore
 from polytempo.config import EngineConfig
+from polytempo.engine.propose import MTPProposer, NoProposer, Proposer
 from polytempo.engine.row import Request, Row
 from polytempo.engine.scheduler import Scheduler
-from polytempo.engine.step import Target, run_step
+from polytempo.engine.stats import DraftStats
+from polytempo.engine.step import run_step
+from polytempo.engine.target import Target
 from polytempo.errors import ConfigError, RequestError
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.rope import RopeTables
@@ -17,9 +20,17 @@ from polytempo.types import FinishReason
 
 
 class Engine:
-    """Runs any number of requests over a fixed number of slots; rows refill slots as others finish."""
+    """Runs any number of requests over a fixed number of slots; rows refill slots as others finish.
 
-    def __init__(self, model: DeepseekV4, config: EngineConfig) -> None:
+    Attributes:
+        scheduler: which rows wait and run.
+        target: model and state.
+        proposer: who drafts.
+        num_steps: target forwards so far.
+        stats: drafts of all finished rows.
+    """
+
+    def __init__(self, model: DeepseekV4, config: EngineConfig, proposer: Proposer | None = None) -> None:
         limit = model.config.max_position_embeddings
         if config.max_model_len > limit:
             raise ConfigError(
@@ -32,7 +43,9 @@ class Engine:
         store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device)
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
         self.target = Target(model, tables, store, config)
+        self.proposer = proposer or _proposer(self.target)
         self.num_steps = 0
+        self.stats = DraftStats()
 
     def check_request(self, request: Request) -> None:
         """Refuse what this model or these limits cannot serve.
@@ -86,7 +99,7 @@ class Engine:
             self.target.store.clear(row.slot)
         planned = self.scheduler.plan()
         if planned:
-            run_step(self.target, planned)
+            run_step(self.target, self.proposer, planned)
             self.num_steps += 1
         return self._release()
 
@@ -95,4 +108,18 @@ class Engine:
         now = time.monotonic()
         for row in finished:
             row.request.finished = now
+            self.stats.add(row.stats)
         return finished
+
+
+def _proposer(target: Target) -> Proposer:
+    """The proposer that the options and the checkpoint allow; asking for a missing one is refused by name."""
+    speculate, config = target.config.speculate, target.model.config
+    if speculate == "none" or (speculate == "auto" and not config.num_mtp_blocks):
+        return NoProposer()
+    if not config.num_mtp_blocks:
+        raise ConfigError(
+            "engine option 'speculate' is 'mtp', but the model has no MTP block (config field "
+            "'num_nextn_predict_layers' is 0 or its weights are missing); use speculate='none'"
+        )
+    return MTPProposer(target)

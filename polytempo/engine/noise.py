@@ -49,8 +49,9 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     # that this lacks are added to the high half.
     constants = [torch.tensor(pair, device=counter.device).view(2, 1, 1) for pair in (_MULTIPLIERS, _KEY_STEPS)]
     multipliers, key_steps = constants[0] - (1 << 32), constants[1]
-    keys = [((key + round_idx * key_steps) & _MASK).flip(0) for round_idx in range(_ROUNDS)]
-    for round_key in keys:
+    rounds = torch.arange(_ROUNDS, device=counter.device).view(-1, 1, 1, 1)
+    swapped_keys = ((key + rounds * key_steps) & _MASK).flip(1)
+    for round_key in swapped_keys:
         product = multiplied * multipliers
         low = product & _MASK
         product >>= 32

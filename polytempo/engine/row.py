@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from polytempo.engine.stats import DraftStats
 from polytempo.engine.text import OutputText
 from polytempo.errors import InvariantError
 from polytempo.types import FinishReason, Logprob, SamplingParams
@@ -57,11 +58,13 @@ class Row:
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         slot: its seat in the row store, None while it waits.
         kv_len: positions whose state is in the store.
+        drafts: proposed tokens for positions num_tokens, num_tokens + 1, …; verified in the next step.
         output_token_ids: committed output.
         logprobs: one dict per output token, if asked for.
         finish_reason: None while it runs.
         stop_reason: the stop string or id that ended it.
         error: what failed, if finish_reason is ERROR.
+        stats: its drafts and what became of them.
     """
 
     request: Request
@@ -69,11 +72,13 @@ class Row:
     text: OutputText | None = None
     slot: int | None = None
     kv_len: int = 0
+    drafts: list[int] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    stats: DraftStats = field(default_factory=DraftStats)
 
     @property
     def num_tokens(self) -> int:
@@ -139,5 +144,6 @@ class Row:
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
         """End the row; text that was held back for a stop string is delivered."""
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+        self.drafts = []
         if self.text is not None:
             self.text.finish()

@@ -123,8 +123,10 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledToke
         raise InvariantError(f"sample: logits {tuple(logits.shape)} for {len(positions)} positions")
     if logits.dtype == torch.float64:
         logits = logits.float()
-    plain = [i for i, p in enumerate(positions) if p.is_plain]
-    other = [i for i, p in enumerate(positions) if not p.is_plain]
+    plain: list[int] = []
+    other: list[int] = []
+    for index, position in enumerate(positions):
+        (plain if position.is_plain else other).append(index)
     if not other:
         return _sample_plain(logits)
     first = _sample_plain(logits[plain])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polytempo.cache.layout import Segment
@@ -14,22 +15,28 @@ from polytempo.errors import InvariantError
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A row and its part of the next forward: tokens at positions row.kv_len … end − 1."""
+    """A row and its part of the next forward: tokens from position row.kv_len on, the last num_drafts of them drafts."""
 
     row: Row
     segment: Segment
+    num_drafts: int = 0
 
     @property
     def reaches_end(self) -> bool:
         """Whether the forward covers the row's last token, so that the next one can be sampled."""
-        return self.segment.end == self.row.num_tokens
+        return self.segment.end - self.num_drafts == self.row.num_tokens
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The drafts at the segment's end."""
+        return self.segment.token_ids[len(self.segment.token_ids) - self.num_drafts :]
 
 
 class Scheduler:
     """First come, first served: rows wait for a slot, then run until they finish.
 
-    A step feeds every decoding row its last token, then fills what is left of the token budget with prompt
-    chunks in order of admission.
+    A step feeds every decoding row its last token, then its drafts, then fills what is left of the token budget with
+    prompt chunks in order of admission. Drafts that find no room are dropped: they cost nothing but themselves.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -75,12 +82,13 @@ class Scheduler:
 
     def plan(self) -> list[PlannedRow]:
         """Choose the next forward's segments, in order of slot."""
-        budget = self.config.max_step_tokens
-        planned = []
         decoding = [row for row in self.running if row.is_decoding]
+        budget = self.config.max_step_tokens - len(decoding)
+        planned = []
         for row in decoding:
-            planned.append(self._planned(row, 1))
-            budget -= 1
+            num_drafts = min(len(row.drafts), budget)
+            planned.append(self._planned(row, 1, row.drafts[:num_drafts]))
+            budget -= num_drafts
         for row in self.running:
             if not row.is_decoding and budget > 0:
                 count = min(row.num_tokens - row.kv_len, self.config.max_chunk, budget)
@@ -88,8 +96,9 @@ class Scheduler:
                 budget -= count
         return sorted(planned, key=lambda item: item.segment.slot)
 
-    def _planned(self, row: Row, count: int) -> PlannedRow:
-        return PlannedRow(row, Segment(row.slot, row.kv_len, row.tokens(row.kv_len, row.kv_len + count)))
+    def _planned(self, row: Row, count: int, drafts: Sequence[int] = ()) -> PlannedRow:
+        token_ids = [*row.tokens(row.kv_len, row.kv_len + count), *drafts]
+        return PlannedRow(row, Segment(row.slot, row.kv_len, token_ids), len(drafts))
 
     def check(self) -> None:
         """Raise InvariantError unless every slot is held by exactly one running row or free."""

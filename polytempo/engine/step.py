@@ -1,121 +1,119 @@
-"""One step, top to bottom: plan, forward, sample, commit.
+"""One step, top to bottom: plan, target forward, sample, accept, commit, propose.
 
-Worked example, two rows. Row a (slot 0) holds prompt A B C D and has emitted E: kv_len 4, its last token E is
-not in the store. Row b (slot 1) is new, with a prompt of 300 tokens and max_chunk 256.
-    plan     a brings [E] at position 4; b brings its tokens 0 … 255
-    forward  257 packed tokens; E's keys land in a's cell 4, b's in its own cells
-    sample   only a reached its end, so only its logits are computed: the target says F
-    commit   a is A B C D | E F with kv_len 5; b has kv_len 256 and brings tokens 256 … 299 next time
+Worked example, two rows. Row a (slot 0) has prompt A B C D and has emitted E: its kv_len is 4, since the last
+token's state is not in the store yet. It drafted F X. Row b (slot 1) is new, a prompt of 300 with max_chunk 256.
+    plan     a brings [E, F, X] at positions 4, 5, 6; b brings its tokens 0 … 255
+    forward  259 packed tokens; a's keys land in its cells 4, 5, 6
+    sample   the target's own tokens after E, F, X are F, G, ?; b has not reached its end and samples nothing
+    accept   F agrees, X does not: one draft accepted, G is the correction token
+    commit   a is A B C D | E F G with kv_len 6; X's state at position 6 will be overwritten by G's. b has kv_len 256
+    propose  a's MTP keys of positions 4 and 5 are rewritten from the target's streams, then it drafts after G
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from polytempo.cache.layout import check_segments
-from polytempo.cache.store import RowStore
 from polytempo.cache.view import BatchView
-from polytempo.config import EngineConfig
+from polytempo.engine.accept import Verdict, accept, advance
+from polytempo.engine.draft_length import draft_length
+from polytempo.engine.draw import logprob_entries, sampling_position
 from polytempo.engine.logprobs import gather_logprobs
-from polytempo.engine.row import Row
-from polytempo.engine.sampling import SamplingPosition, sample
+from polytempo.engine.propose import CaughtUp, Proposer
+from polytempo.engine.sampling import sample
 from polytempo.engine.scheduler import PlannedRow
-from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.engine.target import Target
 from polytempo.model.forward import target_forward
-from polytempo.model.rope import RopeTables
 from polytempo.types import FinishReason, Logprob
 
 
-@dataclass(frozen=True)
-class Target:
-    """What a forward needs of the engine: weights, rotary tables, every row's state, the limits."""
-
-    model: DeepseekV4
-    tables: RopeTables
-    store: RowStore
-    config: EngineConfig
-
-
 @torch.inference_mode()
-def run_step(target: Target, planned: Sequence[PlannedRow]) -> None:
-    """Advance the planned rows by one forward.
+def run_step(target: Target, proposer: Proposer, planned: Sequence[PlannedRow]) -> None:
+    """Advance the planned rows by one target forward.
 
-    Rows whose tokens are all in the store afterwards gain one output token; prompt chunks only fill the store.
+    Rows whose last token is fed gain accepted + 1 output tokens, each by its own count; prompt chunks only fill
+    the store.
 
     Args:
         target: model and state.
+        proposer: makes the drafts of the next step.
         planned: at least one row; finished rows keep their finish_reason for the scheduler to release.
     """
     segments = [item.segment for item in planned]
     check_segments(segments, target.config)
-    model_config = target.model.config
-    view = BatchView.build(segments, model_config.sliding_window, model_config.compress_ratios, target.model.device)
+    config = target.model.config
+    view = BatchView.build(segments, config.sliding_window, config.compress_ratios, target.model.device)
     streams = target_forward(target.model, target.tables, target.store, view)
+    firsts = [end - len(segment.token_ids) + 1 for segment, end in zip(segments, view.last_token_idx.tolist(), strict=True)]
+    _record_prompt_logprobs(target, planned, firsts, streams)
+    verifying = [place for place, item in enumerate(planned) if item.reaches_end]
     for item in planned:
-        item.row.kv_len = item.segment.end
-    _record_prompt_logprobs(target, planned, streams)
-    sampled = [(item.row, last) for item, last in zip(planned, view.last_token_idx, strict=True) if item.reaches_end]
-    if sampled:
-        rows = [row for row, _ in sampled]
-        logits = target.model.logits(streams[torch.stack([last for _, last in sampled])]).float()
-        _sample_and_commit(rows, logits, target.config.max_model_len)
+        item.row.kv_len = item.segment.end - item.num_drafts
+    if verifying:
+        _verify(target, [planned[place] for place in verifying], [firsts[place] for place in verifying], streams)
+    going_on = [CaughtUp(item.row, item.segment.start, first)
+                for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
+    proposer.propose(going_on, streams, [draft_length(item.row, target.config) for item in going_on])
 
 
-def _sample_and_commit(rows: Sequence[Row], logits: Tensor, max_model_len: int) -> None:
-    """Draw one token per row from logits [R, V] and commit it; a row without one fails alone."""
-    drawn = sample(logits, [_sampling_position(row) for row in rows])
-    token_ids, failures = drawn.token_ids.tolist(), drawn.failures()
-    entries = _logprob_entries(rows, logits, drawn.token_ids.clamp(min=0))
-    now = time.monotonic()
-    for row_idx, row in enumerate(rows):
-        if row_idx in failures:
-            row.finish(FinishReason.ERROR, error=f"position {row.num_tokens}: {failures[row_idx]}")
-            continue
-        if row.request.first_token is None:
-            row.request.first_token = now
-        row.commit(token_ids[row_idx], entries[row_idx], max_model_len)
+def _verify(target: Target, planned: Sequence[PlannedRow], firsts: Sequence[int], streams: Tensor) -> None:
+    """Sample the target's token at every verify position of all rows at once, accept, commit."""
+    token_idx, positions, rows = [], [], []
+    for item, first in zip(planned, firsts, strict=True):
+        last_token = first + len(item.segment.token_ids) - 1 - item.num_drafts
+        token_idx += range(last_token, last_token + item.num_drafts + 1)
+        positions += [sampling_position(item.row, item.drafts[:place]) for place in range(item.num_drafts + 1)]
+        rows += [item.row] * (item.num_drafts + 1)
+    logits = target.model.logits(streams[torch.tensor(token_idx, device=streams.device)]).float()
+    drawn = sample(logits, positions)
+    failures = drawn.failures()
+    entries = logprob_entries(rows, logits, drawn.token_ids.clamp(min=0))
+    token_ids = [None if place in failures else token for place, token in enumerate(drawn.token_ids.tolist())]
+    starts, verdicts = [], []
+    place = 0
+    for item in planned:
+        starts.append(place)
+        verdicts.append(accept(item.drafts, token_ids[place : place + item.num_drafts + 1]))
+        place += item.num_drafts + 1
+    for item, verdict in zip(planned, verdicts, strict=True):
+        item.row.stats.record(item.num_drafts, verdict.num_accepted)
+    verdicts = advance(verdicts, target.config.advance_mode)
+    for item, verdict, start in zip(planned, verdicts, starts, strict=True):
+        _commit(item, verdict, entries[start:], target.config.max_model_len)
+        if verdict.failed_at is not None and not item.row.is_finished:
+            reason = failures[start + verdict.failed_at]
+            item.row.finish(FinishReason.ERROR, error=f"position {item.row.num_tokens}: {reason}")
 
 
-def _sampling_position(row: Row) -> SamplingPosition:
-    request = row.request
-    return SamplingPosition(
-        params=request.params,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=row.output_token_ids,
-        position=row.num_tokens,
-        seed=request.seed,
-        choice=row.choice,
-        stop_token_ids=request.stop_token_ids,
-        bad_word_ids=request.bad_word_ids,
-    )
+def _commit(
+    item: PlannedRow, verdict: Verdict, entries: Sequence[dict[int, Logprob] | None], max_model_len: int
+) -> None:
+    """Append the verdict's tokens until one ends the row; what a stop cuts off was never part of it."""
+    row = item.row
+    if row.request.first_token is None and verdict.new_token_ids:
+        row.request.first_token = time.monotonic()
+    for token_id, entry in zip(verdict.new_token_ids, entries, strict=False):
+        row.commit(token_id, entry, max_model_len)
+        if row.is_finished:
+            return
+    # The rewind: state past this position belongs to rejected drafts and is overwritten before it can be seen.
+    row.kv_len = row.num_tokens - 1
 
 
-def _logprob_entries(rows: Sequence[Row], logits: Tensor, token_ids: Tensor) -> list[dict[int, Logprob] | None]:
-    """The target's log-probabilities of the drawn tokens, for rows that asked."""
-    entries: list[dict[int, Logprob] | None] = [None] * len(rows)
-    asking = [row_idx for row_idx, row in enumerate(rows) if row.request.params.logprobs is not None]
-    if asking:
-        place = torch.tensor(asking, device=logits.device)
-        counts = [rows[row_idx].request.params.logprobs for row_idx in asking]
-        for row_idx, entry in zip(asking, gather_logprobs(logits[place], token_ids[place], counts), strict=True):
-            entries[row_idx] = entry
-    return entries
-
-
-def _record_prompt_logprobs(target: Target, planned: Sequence[PlannedRow], streams: Tensor) -> None:
+def _record_prompt_logprobs(
+    target: Target, planned: Sequence[PlannedRow], firsts: Sequence[int], streams: Tensor
+) -> None:
     """Log-probabilities of prompt tokens that this forward predicts, for requests that asked; once per request."""
-    first = 0
-    for item in planned:
-        row, segment, count = item.row, item.segment, len(item.segment.token_ids)
+    for item, first in zip(planned, firsts, strict=True):
+        row, start = item.row, item.segment.start
         request = row.request
-        end = min(segment.end, len(request.prompt_token_ids) - 1)
-        if request.params.prompt_logprobs is not None and row.choice == 0 and end > segment.start:
-            logits = target.model.logits(streams[first : first + end - segment.start])
-            following = torch.tensor(request.prompt_token_ids[segment.start + 1 : end + 1], device=logits.device)
+        end = min(item.segment.end, len(request.prompt_token_ids) - 1)
+        if request.params.prompt_logprobs is not None and row.choice == 0 and end > start:
+            logits = target.model.logits(streams[first : first + end - start])
+            following = torch.tensor(request.prompt_token_ids[start + 1 : end + 1], device=logits.device)
             request.prompt_logprobs += gather_logprobs(logits, following, request.params.prompt_logprobs)
-        first += count

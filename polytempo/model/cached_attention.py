@@ -41,7 +41,7 @@ class CachedAttention:
         table = self.tables.for_ratio(attn.ratio)
         angles = table.at(view.positions)
         q, q_residual = attn.project_q(x, angles)
-        _write(state.window, view, attn.project_kv(x, angles))
+        write_ring(state.window, view, attn.project_kv(x, angles))
         if attn.ratio:
             self._write_entries(state.compressed, attn.compressor, x, table)
         index_queries = None
@@ -56,8 +56,8 @@ class CachedAttention:
 
     def _write_entries(self, pooled: PooledState, compressor: Compressor, x: Tensor, table: RopeAngles) -> None:
         """Keep the tokens' compressor inputs, and make the entries whose spans they complete."""
-        _write(pooled.kv, self.view, compressor.wkv(x))
-        _write(pooled.gate, self.view, compressor.wgate(x))
+        write_ring(pooled.kv, self.view, compressor.wkv(x))
+        write_ring(pooled.gate, self.view, compressor.wgate(x))
         completed = self.view.completed[compressor.ratio]
         if completed.entry_ids.numel():
             cells = completed.input_positions % pooled.kv.shape[1]
@@ -125,7 +125,7 @@ class _Blocks:
         return matmul(rows.flatten(0, 1), keys.flatten(0, 1)).float().unflatten(0, rows.shape[:2])
 
 
-def _write(ring: Tensor, view: BatchView, values: Tensor) -> None:
+def write_ring(ring: Tensor, view: BatchView, values: Tensor) -> None:
     """Put values [T, …] of the view's tokens into their cells of a ring [slots, cells, …]."""
     ring[view.slots, view.positions % ring.shape[1]] = values
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from polytempo.cache.store import RowStore
 from polytempo.cache.view import BatchView
-from polytempo.model.cached_attention import CachedAttention
+from polytempo.model.cached_attention import CachedAttention, write_ring
 from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.model.hyper import collapse
 from polytempo.model.rope import RopeTables
 
 
@@ -50,3 +51,23 @@ def mtp_forward(
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
     return block(inputs, view.token_ids, CachedAttention(store.mtp[0], view, tables))
+
+
+@torch.inference_mode()
+def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor) -> None:
+    """Write the MTP block's keys of pairs (streams of position p, token of p + 1), without running the block.
+
+    Its key at p is a function of that pair alone, so this is all that a row needs while it does not draft.
+
+    Args:
+        model: weights with an MTP block.
+        tables: RoPE over the store's positions.
+        store: state of all rows.
+        view: positions are the pairs' p; token_ids are the tokens of p + 1.
+        streams: [T, hc, D], the target's at the same positions.
+    """
+    block = model.mtp[0]
+    inputs = block.combine(streams, model.embed(view.token_ids))
+    x = block.attn_norm(collapse(inputs, block.hc_attn(inputs).pre))
+    kv = block.attn.project_kv(x, tables.plain.at(view.positions))
+    write_ring(store.mtp[0].window, view, kv)

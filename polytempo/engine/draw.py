@@ -1,0 +1,49 @@
+"""Between rows and the sampler: what a row's verify positions depend on, and their log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polytempo.engine.logprobs import gather_logprobs
+from polytempo.engine.row import Row
+from polytempo.engine.sampling import SamplingPosition
+from polytempo.types import Logprob
+
+
+def sampling_position(row: Row, drafts: Sequence[int] = ()) -> SamplingPosition:
+    """The position after the row's tokens and these drafts, as if the drafts had been accepted."""
+    request = row.request
+    return SamplingPosition(
+        params=request.params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=[*row.output_token_ids, *drafts] if drafts else row.output_token_ids,
+        position=row.num_tokens + len(drafts),
+        seed=request.seed,
+        choice=row.choice,
+        stop_token_ids=request.stop_token_ids,
+        bad_word_ids=request.bad_word_ids,
+    )
+
+
+def logprob_entries(rows: Sequence[Row], logits: Tensor, token_ids: Tensor) -> list[dict[int, Logprob] | None]:
+    """The target's log-probabilities of drawn tokens, for positions whose row asked.
+
+    Args:
+        rows: N, the row of each position.
+        logits: [N, V] float32, unprocessed.
+        token_ids: [N] int64, all inside the vocabulary.
+
+    Returns:
+        N entries, None where the row did not ask.
+    """
+    entries: list[dict[int, Logprob] | None] = [None] * len(rows)
+    asking = [place for place, row in enumerate(rows) if row.request.params.logprobs is not None]
+    if asking:
+        places = torch.tensor(asking, device=logits.device)
+        counts = [rows[place].request.params.logprobs for place in asking]
+        for place, entry in zip(asking, gather_logprobs(logits[places], token_ids[places], counts), strict=True):
+            entries[place] = entry
+    return entries

@@ -1,0 +1,146 @@
+"""Who proposes drafts: the MTP block, a script, or nobody. Whatever they propose, the target's tokens are emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polytempo.cache.layout import Segment
+from polytempo.cache.view import BatchView
+from polytempo.engine.draw import sampling_position
+from polytempo.engine.row import Row
+from polytempo.engine.sampling import NO_TOKEN, sample
+from polytempo.engine.target import Target
+from polytempo.model.forward import mtp_forward, mtp_write
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """What a step left behind of one row, for the proposer.
+
+    Attributes:
+        row: not finished; its tokens are committed and its kv_len is set.
+        start: position of the first token that the row fed in this step.
+        token_idx: place of that token among the step's packed tokens.
+    """
+
+    row: Row
+    start: int
+    token_idx: int
+
+
+class Proposer(Protocol):
+    """Fills `row.drafts` for the next step."""
+
+    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+        """Catch up on committed positions, then draft.
+
+        Args:
+            rows: rows that took part in the step and go on.
+            streams: [T, hc, D], the target's last-layer streams of the step's packed tokens.
+            draft_lens: most drafts to make for each row; 0 for rows that are still in their prompt.
+        """
+
+
+class NoProposer:
+    """Plain decoding."""
+
+    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+        """Leave every row without drafts."""
+
+
+class ScriptedProposer:
+    """A test double and benchmark tool: drafts come from a function of the row.
+
+    Args:
+        script: (row, most drafts) -> token ids for positions num_tokens, num_tokens + 1, …
+    """
+
+    def __init__(self, script: Callable[[Row, int], Sequence[int]]) -> None:
+        self.script = script
+
+    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+        """Ask the script."""
+        for item, draft_len in zip(rows, draft_lens, strict=True):
+            item.row.drafts = list(self.script(item.row, draft_len))[:draft_len] if draft_len else []
+
+
+class MTPProposer:
+    """Drafts with the checkpoint's own MTP block.
+
+    Its state at position p depends only on (streams of p, token of p + 1). So catching up writes keys alone,
+    which is right through prompts, pauses and rejected drafts; only drafting runs the whole block, once per
+    draft for all rows together, each at its own position.
+
+    Attributes:
+        num_forwards: whole-block forwards so far.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.num_forwards = 0
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+        """As `Proposer.propose`; the last committed pair of a drafting row goes through the whole block."""
+        for item in rows:
+            item.row.drafts = []
+        self._write_committed(rows, streams, draft_lens)
+        drafting = [(item, k) for item, k in zip(rows, draft_lens, strict=True) if k]
+        if not drafting:
+            return
+        last = [item.token_idx + item.row.kv_len - 1 - item.start for item, _ in drafting]
+        chain, previous = drafting, streams[torch.tensor(last, device=streams.device)]
+        for depth in range(max(draft_lens)):
+            chain, previous = self._extend(chain, previous, depth)
+            if not chain:
+                return
+
+    def _write_committed(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+        """Write keys of all newly committed pairs but those that the whole block is about to write."""
+        segments, token_idx = [], []
+        window = self.target.model.config.sliding_window
+        for item, draft_len in zip(rows, draft_lens, strict=True):
+            row = item.row
+            end = row.kv_len - (1 if draft_len else 0)
+            # No draft of this row will look further back than one window before the end of its prompt.
+            start = max(item.start, len(row.request.prompt_token_ids) - window)
+            if start >= end:
+                continue
+            segments.append(Segment(row.slot, start, row.tokens(start + 1, end + 1)))
+            token_idx += range(item.token_idx + start - item.start, item.token_idx + end - item.start)
+        if segments:
+            inputs = streams[torch.tensor(token_idx, device=streams.device)]
+            mtp_write(self.target.model, self.target.tables, self.target.store, self._view(segments), inputs)
+
+    def _extend(
+        self, chain: list[tuple[CaughtUp, int]], previous: Tensor, depth: int
+    ) -> tuple[list[tuple[CaughtUp, int]], Tensor]:
+        """Add draft number depth + 1 to every row of the chain: one forward, per-row positions."""
+        segments = []
+        for item, _ in chain:
+            row = item.row
+            newest = row.drafts[-1] if row.drafts else row.tokens(row.num_tokens - 1, row.num_tokens)[0]
+            segments.append(Segment(row.slot, row.kv_len - 1 + depth, [newest]))
+        target = self.target
+        output = mtp_forward(target.model, target.tables, target.store, self._view(segments), previous)
+        self.num_forwards += 1
+        positions = [sampling_position(item.row, item.row.drafts) for item, _ in chain]
+        # The same noise as the target's: a draft is what the target would draw if their logits agreed.
+        drawn = sample(target.model.mtp_logits(output).float(), positions).token_ids.tolist()
+        kept = []
+        for place, ((item, draft_len), token_id) in enumerate(zip(chain, drawn, strict=True)):
+            if token_id != NO_TOKEN:
+                item.row.drafts.append(token_id)
+                if len(item.row.drafts) < draft_len:
+                    kept.append(place)
+        if not kept:
+            return [], output
+        return [chain[place] for place in kept], output[torch.tensor(kept, device=output.device)]
+
+    def _view(self, segments: Sequence[Segment]) -> BatchView:
+        return BatchView.build(segments, self.target.model.config.sliding_window, (), self.target.model.device)

@@ -1,0 +1,61 @@
+"""Counters of speculation, and the formulas over them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DraftStats:
+    """What became of drafts, counted before a stop trims the accepted run.
+
+    Attributes:
+        num_verifies: steps in which the row's last token was fed, with or without drafts.
+        num_drafted: drafts verified.
+        num_accepted: drafts that the target agreed with.
+        drafted_at: by place in the run (0 is the first draft), how many were verified.
+        accepted_at: by place, how many were accepted.
+    """
+
+    num_verifies: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verify."""
+        self.num_verifies += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        missing = num_drafted - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for place in range(num_drafted):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < num_accepted
+
+    def add(self, other: DraftStats) -> None:
+        """Add another's counts to these."""
+        self.num_verifies += other.num_verifies
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+        for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
+            mine += [0] * (len(theirs) - len(mine))
+            for place, count in enumerate(theirs):
+                mine[place] += count
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted drafts / drafts verified; None without drafts."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted / verifies: tokens per target forward of the row; None before the first verify."""
+        return 1 + self.num_accepted / self.num_verifies if self.num_verifies else None
+
+    @property
+    def acceptance_by_place(self) -> list[float]:
+        """Accepted / verified by place in the run; falls with the place, since a run ends at its first rejection."""
+        return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
