@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,20 @@ def _one_rope(params: Mapping[str, Any], theta: float | None) -> RopeConfig:
     return RopeConfig(theta=theta, **given)
 
 
+class AdvanceMode(str, Enum):
+    """How far rows advance in a step.
+
+    PER_SEQUENCE: each row by its own accepted + 1. COHORT: all rows by the batch's minimum, the baseline of engines
+    whose caches end at one shared column.
+    """
+
+    PER_SEQUENCE = "per_sequence"
+    COHORT = "cohort"
+
+
+SPECULATE = ("auto", "mtp", "none")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How much an engine may hold and do at once.
@@ -393,25 +408,43 @@ class EngineConfig:
         max_model_len: most positions of one sequence, prompt and output together, in tokens.
         max_chunk: most prompt tokens that one row brings into one forward.
         max_step_tokens: most tokens of all rows in one forward; bounds activation memory.
+        speculate: "mtp" drafts with the checkpoint's MTP block and refuses a checkpoint without one, "none" does not
+            draft, "auto" drafts if it can.
+        draft_len: most drafts per row and step, 0 or more; a request's own draft_len comes first.
+        kv_advance: "per_sequence" or "cohort", see AdvanceMode.
     """
 
     max_rows: int = 32
     max_model_len: int = 4096
     max_chunk: int = 256
     max_step_tokens: int = 1024
+    speculate: str = "auto"
+    draft_len: int = 2
+    kv_advance: str = AdvanceMode.PER_SEQUENCE.value
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(
-                    f"engine option {field.name!r} is {value!r}; it must be an integer of at least 1"
-                )
+        for name in ("max_rows", "max_model_len", "max_chunk", "max_step_tokens", "draft_len"):
+            value, least = getattr(self, name), 0 if name == "draft_len" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")
         if self.max_step_tokens < self.max_rows:
             raise ConfigError(
                 f"engine option 'max_step_tokens' is {self.max_step_tokens}, less than max_rows "
                 f"({self.max_rows}); every running row needs at least one token per step"
             )
+        for name, known in (("speculate", SPECULATE), ("kv_advance", [mode.value for mode in AdvanceMode])):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(getattr(self, name)), known))
+        if self.draft_len >= self.max_chunk:
+            raise ConfigError(
+                f"engine option 'draft_len' is {self.draft_len}; a verify feeds draft_len + 1 tokens, which may not "
+                f"exceed max_chunk ({self.max_chunk})"
+            )
+
+    @property
+    def advance_mode(self) -> AdvanceMode:
+        """`kv_advance` as an enum."""
+        return AdvanceMode(self.kv_advance)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
