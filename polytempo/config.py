@@ -396,7 +396,9 @@ class AdvanceMode(str, Enum):
     COHORT = "cohort"
 
 
-SPECULATE = ("auto", "mtp", "none")
+AUTO = "auto"
+AUTO_MAX_DRAFTS = 5
+SPECULATE = (AUTO, "mtp", "none")
 
 
 @dataclass(frozen=True)
@@ -410,7 +412,8 @@ class EngineConfig:
         max_step_tokens: most tokens of all rows in one forward; bounds activation memory.
         speculate: "mtp" drafts with the checkpoint's MTP block and refuses a checkpoint without one, "none" does not
             draft, "auto" drafts if it can.
-        draft_len: most drafts per row and step, 0 or more; a request's own draft_len comes first.
+        draft_len: drafts per row and step, 0 or more, or "auto": what measured acceptance and step cost say pays,
+            up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
     """
 
@@ -419,11 +422,14 @@ class EngineConfig:
     max_chunk: int = 256
     max_step_tokens: int = 1024
     speculate: str = "auto"
-    draft_len: int = 2
+    draft_len: int | str = AUTO
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_model_len", "max_chunk", "max_step_tokens", "draft_len"):
+        if self.draft_len != AUTO and not isinstance(self.draft_len, int):
+            raise ConfigError(f"engine option 'draft_len' is {self.draft_len!r}; it must be {AUTO!r} or an integer")
+        counts = ["max_rows", "max_model_len", "max_chunk", "max_step_tokens"]
+        for name in counts if self.draft_len == AUTO else [*counts, "draft_len"]:
             value, least = getattr(self, name), 0 if name == "draft_len" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")
@@ -435,11 +441,16 @@ class EngineConfig:
         for name, known in (("speculate", SPECULATE), ("kv_advance", [mode.value for mode in AdvanceMode])):
             if getattr(self, name) not in known:
                 raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(getattr(self, name)), known))
-        if self.draft_len >= self.max_chunk:
+        if self.draft_len != AUTO and self.draft_len >= self.max_chunk:
             raise ConfigError(
                 f"engine option 'draft_len' is {self.draft_len}; a verify feeds draft_len + 1 tokens, which may not "
                 f"exceed max_chunk ({self.max_chunk})"
             )
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of a request that names no draft length of its own."""
+        return AUTO_MAX_DRAFTS if self.draft_len == AUTO else self.draft_len
 
     @property
     def advance_mode(self) -> AdvanceMode:

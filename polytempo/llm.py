@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class LLM:
         device: where weights and state live, for example "cpu" or "cuda".
         tokenizer: directory with tokenizer.json if it is not the model's own; False for none.
         progress: show a bar while loading.
-        **options: engine options: max_rows, max_model_len, max_chunk, max_step_tokens; see `EngineConfig`.
+        **options: engine options: max_rows, max_model_len, max_chunk, max_step_tokens, speculate, draft_len,
+            kv_advance; see `EngineConfig`.
 
     Raises:
         CheckpointError: the checkpoint is broken; the message names file and tensor.
@@ -58,7 +59,8 @@ class LLM:
     ) -> None:
         EngineConfig.from_options(options)  # refuses a misspelt option before a model is read
         path = DEMO_MODEL if model is None else Path(model)
-        weights, self.checkpoint = load_model(path, dtype, device, progress=progress)
+        must_speculate = options.get("speculate") == "mtp"
+        weights, self.checkpoint = load_model(path, dtype, device, require_mtp=must_speculate, progress=progress)
         loaded = None
         if tokenizer is not False:
             home = path if tokenizer in (None, True) else Path(tokenizer)
@@ -81,11 +83,28 @@ class LLM:
         Raises:
             ConfigError: as for LLM, or the model has parts that polytempo does not know.
         """
-        llm = cls.__new__(cls)
-        llm.checkpoint = None
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_transformers(tokenizer)
-        llm._start(share_transformers_model(model), tokenizer, options)
+        return cls.from_model(share_transformers_model(model), tokenizer, **options)
+
+    @classmethod
+    def from_model(cls, model: DeepseekV4, tokenizer: Tokenizer | None = None, **options: Any) -> LLM:
+        """Start an engine of its own over weights that are loaded already.
+
+        Args:
+            model: the weights; several LLMs may share them.
+            tokenizer: None means token ids in, token ids out.
+            **options: engine options, as for LLM.
+
+        Returns:
+            An LLM.
+
+        Raises:
+            ConfigError: as for LLM.
+        """
+        llm = cls.__new__(cls)
+        llm.checkpoint = None
+        llm._start(model, tokenizer, options)
         return llm
 
     def _start(self, model: DeepseekV4, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> None:
@@ -101,6 +120,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
+        on_step: Callable[[list[Row]], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; more than max_rows run in turn, seats refilled as sequences finish.
 
@@ -108,6 +128,7 @@ class LLM:
             prompts: one prompt or a list of them.
             params: one for all, or one per prompt; None is SamplingParams().
             progress: show a bar on stderr.
+            on_step: called after every step with the rows that finished in it; `engine` shows the others.
 
         Returns:
             One output per prompt, in order. A request that fails while it runs has finish_reason "error" and says
@@ -119,7 +140,19 @@ class LLM:
         listed = [prompts] if _is_one_prompt(prompts) else list(prompts)
         parsed = [self._parse(prompt, place) for place, prompt in enumerate(listed)]
         return self._run([self._request(*item, one) for item, one in zip(parsed, _spread(params, parsed), strict=True)],
-                         progress)  # fmt: skip
+                         progress, on_step)  # fmt: skip
+
+    def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Refuse what `generate` would refuse, without running anything.
+
+        Args:
+            prompt: one prompt.
+            params: None is SamplingParams().
+
+        Raises:
+            RequestError: the prompt or an option cannot be served.
+        """
+        self.rows_of(prompt, params)
 
     def chat(
         self,
@@ -145,7 +178,7 @@ class LLM:
         conversations = messages if many else [messages]
         return self.generate([tokenizer.apply_chat_template(one) for one in conversations], params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, RequestOutput]:
         """Complete one prompt, yielding text as it becomes certain (never part of a stop string).
 
         Args:
@@ -155,11 +188,14 @@ class LLM:
         Yields:
             Pieces of text; joined they are the output's text.
 
+        Returns:
+            The whole output, as the generator's value.
+
         Raises:
             RequestError: as `generate`.
         """
         self._need_tokenizer("stream")
-        rows = self._request(*self._parse(prompt, 0), params or SamplingParams())
+        rows = self.rows_of(prompt, params)
         if len(rows) != 1:
             raise RequestError(f"stream needs n=1, not {len(rows)}")
         self.engine.add(rows)
@@ -175,8 +211,26 @@ class LLM:
             self.engine.abort(rows[0].request.request_id)
         if rows[0].error is not None:
             raise RequestError(f"request failed at {rows[0].error}")
+        return request_output(rows, self._decode_token)
 
-    def _run(self, requests: list[list[Row]], progress: bool) -> list[RequestOutput]:
+    def rows_of(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Row]:
+        """The checked rows of one request, for callers that drive `engine` themselves.
+
+        Args:
+            prompt: one prompt.
+            params: None is SamplingParams().
+
+        Returns:
+            One row per choice; `engine.add` queues them.
+
+        Raises:
+            RequestError: the prompt or an option cannot be served.
+        """
+        return self._request(*self._parse(prompt, 0), params or SamplingParams())
+
+    def _run(
+        self, requests: list[list[Row]], progress: bool, on_step: Callable[[list[Row]], None] | None
+    ) -> list[RequestOutput]:
         for rows in requests:
             self.engine.add(rows)
         total = sum(len(rows) for rows in requests)
@@ -184,7 +238,10 @@ class LLM:
             with tqdm(total=total, unit="seq", desc="generating", disable=not progress, delay=0.5) as bar:
                 num_tokens = 0
                 while self.engine.has_work:
-                    for row in self.engine.step():
+                    finished = self.engine.step()
+                    if on_step is not None:
+                        on_step(finished)
+                    for row in finished:
                         num_tokens += len(row.output_token_ids)
                         bar.set_postfix(tokens=num_tokens, refresh=False)
                         bar.update()
@@ -236,13 +293,16 @@ class LLM:
                 prompt = prompt["prompt_token_ids"]
             else:
                 raise RequestError(
-                    f"prompt {place} has the keys {sorted(map(str, keys))}; it needs either 'prompt' or 'prompt_token_ids'"
+                    f"prompt {place} has the keys {sorted(map(str, keys))}; it needs either 'prompt' or "
+                    "'prompt_token_ids'"
                 )
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer(f"prompt {place} is text, which").encode(prompt)
         ids = list(prompt) if isinstance(prompt, Sequence) else None
         if ids is None or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise RequestError(f"prompt {place} must be text or a list of token ids, not {type(prompt).__name__} {prompt!r:.60}")
+            raise RequestError(
+                f"prompt {place} must be text or a list of token ids, not {type(prompt).__name__} {prompt!r:.60}"
+            )
         return None, ids
 
     def _need_tokenizer(self, what: str) -> Tokenizer:

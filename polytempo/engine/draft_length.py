@@ -1,13 +1,23 @@
-"""How many drafts a row gets next. Integers only, no torch."""
+"""How many drafts each row gets next: what there is room for, and what pays. Numbers only, no torch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from polytempo.config import EngineConfig
 from polytempo.engine.row import Row
 
+FORGET = 0.95
+"""Weight of the past at each new measurement: about 20 steps are remembered."""
+PRIOR_ACCEPTANCE = 0.5
+PRIOR_WEIGHT = 2.0
+EXPLORED = 3
+"""Timed steps of each kind before the cost model is trusted."""
+
 
 def draft_length(row: Row, config: EngineConfig) -> int:
-    """Drafts to propose for a row's next step.
+    """Most drafts that a row's next step has room for.
 
     A verify of k drafts emits up to k + 1 tokens, so no draft is made that max_tokens or the context would cut off;
     a row that is still in its prompt gets none.
@@ -22,8 +32,105 @@ def draft_length(row: Row, config: EngineConfig) -> int:
     if row.is_finished or not row.is_decoding:
         return 0
     params = row.request.params
-    wanted = config.draft_len if params.draft_len is None else params.draft_len
+    wanted = config.most_drafts if params.draft_len is None else params.draft_len
     room = config.max_model_len - row.num_tokens
     if params.max_tokens is not None:
         room = min(room, params.max_tokens - len(row.output_token_ids))
     return max(0, min(wanted, room - 1, config.max_chunk - 1))
+
+
+@dataclass
+class LinearCost:
+    """Seconds as base + slope · size, fitted to recent measurements by weighted least squares."""
+
+    count: int = 0
+    weight: float = 0.0
+    size: float = 0.0
+    seconds: float = 0.0
+    size_size: float = 0.0
+    size_seconds: float = 0.0
+
+    def record(self, size: int, seconds: float) -> None:
+        """Add one measurement; older ones fade."""
+        self.count += 1
+        for name, value in (("weight", 1.0), ("size", size), ("seconds", seconds), ("size_size", size * size),
+                            ("size_seconds", size * seconds)):  # fmt: skip
+            setattr(self, name, FORGET * getattr(self, name) + value)
+
+    def fit(self) -> tuple[float, float]:
+        """Base and slope, neither negative. Sizes that never vary tell no slope: all of it is then base."""
+        if not self.weight:
+            return 0.0, 0.0
+        mean_size, mean_seconds = self.size / self.weight, self.seconds / self.weight
+        variance = self.size_size / self.weight - mean_size**2
+        covariance = self.size_seconds / self.weight - mean_size * mean_seconds
+        slope = max(0.0, covariance / variance) if variance > 1e-9 * max(1.0, mean_size**2) else 0.0
+        slope = min(slope, mean_seconds / mean_size if mean_size else 0.0)
+        return mean_seconds - slope * mean_size, slope
+
+
+@dataclass
+class DraftPolicy:
+    """Chooses every row's draft length, from its room, its measured acceptance and the measured cost of a step.
+
+    With a fixed draft length every row gets what it has room for. With "auto" drafts are added one depth at a time,
+    to the rows most likely to have them accepted first, for as long as expected tokens per second rise. Whatever
+    it chooses, no output token changes.
+
+    Attributes:
+        config: engine options.
+        verify_cost: seconds of target forward and sampling by tokens fed, decode steps only.
+        draft_cost: seconds of proposing by (draft, row) pairs.
+    """
+
+    config: EngineConfig
+    verify_cost: LinearCost = field(default_factory=LinearCost)
+    draft_cost: LinearCost = field(default_factory=LinearCost)
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        """Drafts for each row's next step.
+
+        Args:
+            rows: after their tokens were committed.
+
+        Returns:
+            One length per row.
+        """
+        room = [draft_length(row, self.config) for row in rows]
+        if self.config.draft_len != "auto":
+            return room
+        is_free = [row.request.params.draft_len is None for row in rows]
+        fixed = [0 if free else most for most, free in zip(room, is_free, strict=True)]
+        free = [place for place, most in enumerate(room) if is_free[place] and most]
+        for place, count in zip(free, self._choose([rows[i] for i in free], [room[i] for i in free]), strict=True):
+            fixed[place] = count
+        return fixed
+
+    def _choose(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
+        if self.verify_cost.count < EXPLORED or self.draft_cost.count < EXPLORED:
+            # Vary the size, so that base and slope can be told apart.
+            return [min(most, 1 + self.verify_cost.count % 3) for most in room]
+        base, per_token = self.verify_cost.fit()
+        draft_base, per_draft = self.draft_cost.fit()
+        chances = [row.stats.recent_acceptance(PRIOR_ACCEPTANCE, PRIOR_WEIGHT) for row in rows]
+        lengths = [0] * len(rows)
+        tokens, seconds = float(len(rows)), base + per_token * len(rows)
+        gains = list(chances)
+        for depth in range(1, max(room, default=0) + 1):
+            able = [place for place, most in enumerate(room) if most >= depth and lengths[place] == depth - 1]
+            able.sort(key=lambda place: -gains[place])
+            best, kept = tokens / seconds if seconds else 0.0, 0
+            new_tokens, new_seconds = tokens, seconds + (draft_base if depth == 1 else 0.0)
+            chosen = (tokens, seconds)
+            for count, place in enumerate(able, start=1):
+                new_tokens += gains[place]
+                new_seconds += per_token + per_draft
+                if new_seconds and new_tokens / new_seconds > best:
+                    best, kept, chosen = new_tokens / new_seconds, count, (new_tokens, new_seconds)
+            if not kept:
+                break
+            tokens, seconds = chosen
+            for place in able[:kept]:
+                lengths[place] = depth
+                gains[place] *= chances[place]
+        return lengths

@@ -7,6 +7,7 @@ import time
 from polytempo.cache.layout import StateShape
 from polytempo.cache.store import RowStore
 from polytempo.config import EngineConfig
+from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.propose import MTPProposer, NoProposer, Proposer
 from polytempo.engine.row import Request, Row
 from polytempo.engine.scheduler import Scheduler
@@ -26,6 +27,7 @@ class Engine:
         scheduler: which rows wait and run.
         target: model and state.
         proposer: who drafts.
+        policy: how many drafts each row gets.
         num_steps: target forwards so far.
         stats: drafts of all finished rows.
     """
@@ -44,6 +46,7 @@ class Engine:
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
         self.target = Target(model, tables, store, config)
         self.proposer = proposer or _proposer(self.target)
+        self.policy = DraftPolicy(config)
         self.num_steps = 0
         self.stats = DraftStats()
 
@@ -99,7 +102,7 @@ class Engine:
             self.target.store.clear(row.slot)
         planned = self.scheduler.plan()
         if planned:
-            run_step(self.target, self.proposer, planned)
+            run_step(self.target, self.proposer, self.policy, planned)
             self.num_steps += 1
         return self._release()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+RECENT_FADE = 0.9
+
 
 @dataclass
 class DraftStats:
@@ -15,6 +17,8 @@ class DraftStats:
         num_accepted: drafts that the target agreed with.
         drafted_at: by place in the run (0 is the first draft), how many were verified.
         accepted_at: by place, how many were accepted.
+        recent_examined: drafts that the target looked at (up to the first rejection), older steps fading.
+        recent_accepted: of them, accepted.
     """
 
     num_verifies: int = 0
@@ -22,6 +26,8 @@ class DraftStats:
     num_accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    recent_examined: float = 0.0
+    recent_accepted: float = 0.0
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """Count one verify."""
@@ -34,6 +40,16 @@ class DraftStats:
         for place in range(num_drafted):
             self.drafted_at[place] += 1
             self.accepted_at[place] += place < num_accepted
+        # A step without drafts fades the past too, so that a row that stopped drafting is tried again.
+        self.recent_examined = RECENT_FADE * self.recent_examined + min(num_accepted + 1, num_drafted)
+        self.recent_accepted = RECENT_FADE * self.recent_accepted + num_accepted
+
+    def recent_acceptance(self, prior: float, weight: float) -> float:
+        """Chance that the target agrees with the next draft, drawn towards `prior` as if `weight` drafts had said so.
+
+        Drafts after a rejection were never examined and tell nothing.
+        """
+        return (self.recent_accepted + prior * weight) / (self.recent_examined + weight)
 
     def add(self, other: DraftStats) -> None:
         """Add another's counts to these."""

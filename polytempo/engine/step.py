@@ -21,7 +21,7 @@ from torch import Tensor
 from polytempo.cache.layout import check_segments
 from polytempo.cache.view import BatchView
 from polytempo.engine.accept import Verdict, accept, advance
-from polytempo.engine.draft_length import draft_length
+from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.draw import logprob_entries, sampling_position
 from polytempo.engine.logprobs import gather_logprobs
 from polytempo.engine.propose import CaughtUp, Proposer
@@ -33,7 +33,7 @@ from polytempo.types import FinishReason, Logprob
 
 
 @torch.inference_mode()
-def run_step(target: Target, proposer: Proposer, planned: Sequence[PlannedRow]) -> None:
+def run_step(target: Target, proposer: Proposer, policy: DraftPolicy, planned: Sequence[PlannedRow]) -> None:
     """Advance the planned rows by one target forward.
 
     Rows whose last token is fed gain accepted + 1 output tokens, each by its own count; prompt chunks only fill
@@ -42,8 +42,10 @@ def run_step(target: Target, proposer: Proposer, planned: Sequence[PlannedRow]) 
     Args:
         target: model and state.
         proposer: makes the drafts of the next step.
+        policy: says how many; told what the step cost if all rows were decoding.
         planned: at least one row; finished rows keep their finish_reason for the scheduler to release.
     """
+    started = time.perf_counter()
     segments = [item.segment for item in planned]
     check_segments(segments, target.config)
     config = target.model.config
@@ -58,7 +60,13 @@ def run_step(target: Target, proposer: Proposer, planned: Sequence[PlannedRow]) 
         _verify(target, [planned[place] for place in verifying], [firsts[place] for place in verifying], streams)
     going_on = [CaughtUp(item.row, item.segment.start, first)
                 for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
-    proposer.propose(going_on, streams, [draft_length(item.row, target.config) for item in going_on])
+    verified = time.perf_counter()
+    draft_lens = policy.lengths([item.row for item in going_on])
+    proposer.propose(going_on, streams, draft_lens)
+    if len(verifying) == len(planned):
+        policy.verify_cost.record(view.num_tokens, verified - started)
+        if any(draft_lens):
+            policy.draft_cost.record(sum(draft_lens), time.perf_counter() - verified)
 
 
 def _verify(target: Target, planned: Sequence[PlannedRow], firsts: Sequence[int], streams: Tensor) -> None:

@@ -15,10 +15,8 @@ from support import TINY, random_ids, random_model
 
 def make_llm(model, **options) -> LLM:
     """An LLM over live weights, without checkpoint or tokenizer."""
-    llm = LLM.__new__(LLM)
-    llm.checkpoint = None
-    llm._start(model, None, {"max_rows": 8, "max_model_len": 768, "max_chunk": 96, "max_step_tokens": 200, **options})
-    return llm
+    defaults = {"max_rows": 8, "max_model_len": 768, "max_chunk": 96, "max_step_tokens": 200}
+    return LLM.from_model(model, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +107,9 @@ def test_broken_request_harms_no_neighbour(model):
 def test_abort_frees_the_seat_at_once(model):
     llm = make_llm(model, max_rows=2)
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    doomed = llm._request(None, random_ids(500, 3), params)
-    waiting = llm._request(None, random_ids(5, 4), params)
-    staying = llm._request(None, random_ids(30, 5), params)
+    doomed = llm.rows_of(random_ids(500, 3), params)
+    waiting = llm.rows_of(random_ids(5, 4), params)
+    staying = llm.rows_of(random_ids(30, 5), params)
     for rows in (doomed, staying, waiting):
         llm.engine.add(rows)
     for _ in range(3):

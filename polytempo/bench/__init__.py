@@ -1,0 +1,1 @@
+"""Measure decoding: every mode in one run, on the same prompts, with the tokens compared."""
