@@ -439,8 +439,9 @@ class EngineConfig:
                 f"({self.max_rows}); every running row needs at least one token per step"
             )
         for name, known in (("speculate", SPECULATE), ("kv_advance", [mode.value for mode in AdvanceMode])):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(getattr(self, name)), known))
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(value), known))
         if self.draft_len != AUTO and self.draft_len >= self.max_chunk:
             raise ConfigError(
                 f"engine option 'draft_len' is {self.draft_len}; a verify feeds draft_len + 1 tokens, which may not "

@@ -283,6 +283,9 @@ class CompletionOutput:
         finish_reason: None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for EOS and other reasons.
         error: what failed, if finish_reason is "error".
+        num_verifies: target forwards that fed its last token, with or without drafts.
+        num_drafted: drafts verified, counted before a stop trims the accepted run.
+        num_accepted: of them, accepted.
     """
 
     index: int
@@ -293,6 +296,9 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    num_verifies: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def __post_init__(self) -> None:
         if self.finish_reason is not None:

@@ -29,7 +29,7 @@ EVAL_EVERY_STEPS = 100
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="state, log and loss curve")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo/model"), help="where the official-format model goes")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo/model"), help="where the model goes")
     parser.add_argument("--steps", type=int, default=3600, help="optimiser steps of 2,048 tokens")
     parser.add_argument("--seed", type=int, default=0, help="weights, expert table and batches")
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: all cores)")

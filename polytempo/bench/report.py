@@ -91,7 +91,8 @@ def plot(measurements: Sequence[Measurement], out_dir: Path) -> list[Path]:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for row_idx in range(widest.batch):
         axes.plot([step[row_idx] for step in widest.positions], linewidth=0.8)
-    axes.set(xlabel="step", ylabel="tokens of the row", title=f"Every row at its own pace: {widest.mode}, {widest.batch} rows")
+    title = f"Every row at its own pace: {widest.mode}, {widest.batch} rows"
+    axes.set(xlabel="step", ylabel="tokens of the row", title=title)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(paths[1], dpi=110)

@@ -10,10 +10,12 @@ from pathlib import Path
 from polytempo.errors import RequestError
 from polytempo.tokenizer import Tokenizer
 
-FILES = ("argparse.py", "ast.py", "dataclasses.py", "difflib.py", "inspect.py", "pathlib.py", "subprocess.py", "typing.py")
+FILES = ("argparse.py", "ast.py", "dataclasses.py", "difflib.py", "inspect.py", "subprocess.py", "typing.py")
 
 
-def prompts(tokenizer: Tokenizer | None, vocab_size: int, lengths: Sequence[int], count: int, seed: int) -> list[list[int]]:
+def prompts(
+    tokenizer: Tokenizer | None, vocab_size: int, lengths: Sequence[int], count: int, seed: int
+) -> list[list[int]]:
     """Token prompts of mixed lengths.
 
     Args:

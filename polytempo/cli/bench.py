@@ -27,7 +27,7 @@ def _integers(ctx: click.Context, param: click.Parameter, value: str) -> list[in
 @click.option("--prompt-lens", default="32,200,64,400", show_default=True, callback=_integers, help="Mix, in turn.")
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(2), help="Output tokens per row.")
 @click.option("--scripted-acceptance", type=click.FloatRange(0, 1), help="Drafts right with this probability.")
-@click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs per mode; the median counts.")
+@click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs; the median counts.")
 @click.option("--threads", type=click.IntRange(1), help="Torch threads.")
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
 @click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Write bench.json and plots here.")

@@ -22,7 +22,8 @@ def completion_output(row: Row, decode: Callable[[int], str] | None) -> Completi
     logprobs = cumulative = None
     if row.request.params.logprobs is not None:
         logprobs = [_with_text(entry, decode) for entry in row.logprobs]
-        cumulative = sum(entry[token_id].logprob for entry, token_id in zip(logprobs, row.output_token_ids, strict=True))
+        chosen = zip(logprobs, row.output_token_ids, strict=True)
+        cumulative = sum(entry[token_id].logprob for entry, token_id in chosen)
     return CompletionOutput(
         index=row.choice,
         text="" if row.text is None else row.text.text,
@@ -32,6 +33,9 @@ def completion_output(row: Row, decode: Callable[[int], str] | None) -> Completi
         finish_reason=row.finish_reason,
         stop_reason=row.stop_reason,
         error=row.error,
+        num_verifies=row.stats.num_verifies,
+        num_drafted=row.stats.num_drafted,
+        num_accepted=row.stats.num_accepted,
     )
 
 

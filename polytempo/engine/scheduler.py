@@ -15,7 +15,7 @@ from polytempo.errors import InvariantError
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A row and its part of the next forward: tokens from position row.kv_len on, the last num_drafts of them drafts."""
+    """A row and its part of the next forward: tokens from position row.kv_len on, num_drafts drafts at their end."""
 
     row: Row
     segment: Segment

@@ -51,7 +51,8 @@ def run_step(target: Target, proposer: Proposer, policy: DraftPolicy, planned: S
     config = target.model.config
     view = BatchView.build(segments, config.sliding_window, config.compress_ratios, target.model.device)
     streams = target_forward(target.model, target.tables, target.store, view)
-    firsts = [end - len(segment.token_ids) + 1 for segment, end in zip(segments, view.last_token_idx.tolist(), strict=True)]
+    lasts = view.last_token_idx.tolist()
+    firsts = [last - len(segment.token_ids) + 1 for segment, last in zip(segments, lasts, strict=True)]
     _record_prompt_logprobs(target, planned, firsts, streams)
     verifying = [place for place, item in enumerate(planned) if item.reaches_end]
     for item in planned:

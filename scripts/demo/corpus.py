@@ -95,7 +95,13 @@ def build_corpus(vocab_size: int) -> Corpus:
     held_out_texts = [text for text in sources if is_held_out(text)]
     tokenizer = train_tokenizer(train_texts, vocab_size)
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
-    encode = [[[bos, *enc.ids, eos] for enc in tokenizer.encode_batch(texts)] for texts in (train_texts, held_out_texts)]
-    flat = [np.concatenate([np.array(ids, dtype=np.uint16) for ids in files]) for files in encode]
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [[bos, *encoding.ids, eos] for encoding in tokenizer.encode_batch(texts)]
+
+    def join(files: list[list[int]]) -> np.ndarray:
+        return np.concatenate([np.array(ids, dtype=np.uint16) for ids in files])
+
+    held_out_files = encode(held_out_texts)
     num_bytes = sum(len(text.encode()) for text in held_out_texts)
-    return Corpus(flat[0], flat[1], encode[1], num_bytes, tokenizer)
+    return Corpus(join(encode(train_texts)), join(held_out_files), held_out_files, num_bytes, tokenizer)

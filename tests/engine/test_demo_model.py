@@ -28,7 +28,8 @@ def test_form_on_disk():
     config = ModelConfig.from_dict(raw)
     assert set(config.compress_ratios) == {0, 4, 128} and raw["compress_ratios"][-1] == 0
     assert len(raw["compress_ratios"]) == config.num_hidden_layers + 1
-    assert (config.sliding_window, config.head_dim, config.index_head_dim, config.qk_rope_head_dim) == (128, 512, 128, 64)
+    assert (config.sliding_window, config.qk_rope_head_dim) == (128, 64)
+    assert (config.head_dim, config.index_head_dim) == (512, 128)
     assert (config.n_routed_experts, config.num_experts_per_tok, config.index_topk) == (64, 6, 64)
     assert raw["topk_method"] == "noaux_tc" and raw["torch_dtype"] == "bfloat16" and config.num_hash_layers >= 1
     dtypes = {}

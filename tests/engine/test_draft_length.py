@@ -105,7 +105,8 @@ def test_auto_is_the_best_of_all_uniform_lengths():
             def rate(lengths, chance=chance, num_rows=num_rows):
                 tokens = sum((1 - chance ** (k + 1)) / (1 - chance) for k in lengths)
                 drafts = sum(lengths)
-                return tokens / (base + per_token * (num_rows + drafts) + (draft_base if drafts else 0) + per_draft * drafts)
+                propose = draft_base + per_draft * drafts if drafts else 0.0
+                return tokens / (base + per_token * (num_rows + drafts) + propose)
 
             chosen = rate(policy.lengths(rows))
             assert chosen >= max(rate([k] * num_rows) for k in range(AUTO_MAX_DRAFTS + 1)) * 0.999

@@ -5,12 +5,12 @@ import random
 
 import pytest
 import torch
+from support import TINY, random_ids, random_model
 
 from polytempo.config import EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.llm import LLM
 from polytempo.types import FinishReason, SamplingParams
-from support import TINY, random_ids, random_model
 
 
 def make_llm(model, **options) -> LLM:
@@ -168,7 +168,8 @@ def test_eos_of_the_config_ends_a_row():
     ids = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), progress=False)
     third = ids[0].outputs[0].token_ids[2]
     object.__setattr__(model, "config", type(TINY)(**{**vars(TINY), "eos_token_ids": (third,)}))
-    choice = make_llm(model).generate([prompt], SamplingParams(temperature=0.0, max_tokens=6), progress=False)[0].outputs[0]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    choice = make_llm(model).generate([prompt], params, progress=False)[0].outputs[0]
     assert choice.token_ids[-1] == third and len(choice.token_ids) <= 3
     assert (choice.finish_reason, choice.stop_reason) == (FinishReason.STOP, None)
 

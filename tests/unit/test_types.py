@@ -93,6 +93,7 @@ def test_defaults_are_those_of_vllm():
         "allowed_token_ids": None,
         "bad_words": None,
         "min_tokens": 0,
+        "draft_len": None,
         "max_tokens": 16,
         "stop": None,
         "stop_token_ids": None,

@@ -1,0 +1,42 @@
+# The environment is made once, in .venv, and brought up to date when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long mutants invariance lint train-demo clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: $(READY)  ## complete eight prompts in one batch, then each alone, and compare
+	$(BIN)/polytempo demo $(ARGS)
+
+test: $(READY)  ## quick tests, what CI runs
+	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
+
+test-long: $(READY)  ## the sweeps that take minutes
+	$(BIN)/python -m pytest -m 'long and not gpu' $(ARGS)
+
+mutants: $(READY)  ## break one line at a time; the tests must notice
+	$(BIN)/python tests/mutations/run.py $(ARGS)
+
+invariance: $(READY)  ## probe whether rows depend on their neighbours, on this machine
+	$(BIN)/python -m polytempo.invariance $(ARGS)
+
+lint: $(READY)  ## style checks
+	$(BIN)/ruff check .
+
+train-demo: $(READY)  ## train the demo model from nothing into runs/demo/model (about two hours on two cores)
+	$(BIN)/python scripts/train_demo.py $(ARGS)
+
+clean:  ## remove the environment, caches and builds, but not runs/
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
