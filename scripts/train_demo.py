@@ -8,6 +8,7 @@ Interrupt it at will: it continues from the last saved state in --run-dir.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from demo.compiled import install
 from demo.corpus import build_corpus, save_tokenizer
+from demo.finish import finish
 from demo.trainer import Schedule, Trainer
 from demo.weights import DEMO_CONFIG
 
@@ -34,6 +36,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="weights, expert table and batches")
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: all cores)")
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile (a quarter slower per step)")
+    parser.add_argument("--finish-only", action="store_true", help="quantise, measure and write what is in --run-dir")
     parser.add_argument("--max-seconds", type=float, default=None, help="save and stop after this long")
     return parser.parse_args()
 
@@ -42,7 +45,7 @@ def main() -> None:
     args = parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    if not args.no_compile:
+    if not args.no_compile and not args.finish_only:
         install()
     args.run_dir.mkdir(parents=True, exist_ok=True)
     corpus = build_corpus(DEMO_CONFIG.vocab_size)
@@ -51,10 +54,11 @@ def main() -> None:
     trainer = Trainer(Schedule(args.steps), corpus.train, corpus.held_out, args.run_dir, args.seed)
     if trainer.resume():
         print(f"resumed at step {trainer.step}")
-    if train(trainer, args.max_seconds):
-        from demo.finish import finish
-
+    if args.finish_only:
         finish(trainer, corpus, args.out)
+    elif train(trainer, args.max_seconds):
+        # A process of its own: what is measured must run the package as it is, not the compiled parts above.
+        subprocess.run([sys.executable, *sys.argv, "--finish-only"], check=True)
 
 
 def train(trainer: Trainer, max_seconds: float | None) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from polytempo.bench.run import Measurement
+from polytempo.errors import ConfigError
 
 COLUMNS = ("mode", "batch", "tok/s", "step ms", "tok/forward", "mtp/step", "propose", "acceptance by place")
 
@@ -70,9 +71,14 @@ def plot(measurements: Sequence[Measurement], out_dir: Path) -> list[Path]:
 
     Returns:
         The files written.
-    """
-    import matplotlib
 
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("plots need matplotlib; install polytempo[plots]") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

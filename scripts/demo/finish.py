@@ -11,6 +11,7 @@ from polytempo.checkpoint.export import export_model
 from polytempo.checkpoint.load import load_model
 from polytempo.model.deepseek_v4 import DeepseekV4
 
+from .card import model_card
 from .corpus import Corpus, save_tokenizer
 from .evaluate import on_greedy_text, teacher_forced
 from .trainer import Trainer
@@ -47,6 +48,9 @@ def finish(trainer: Trainer, corpus: Corpus, out_dir: Path) -> dict[str, float]:
     figures = {name: round(value, 4) for name, value in figures.items()}
     (out_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     plot_log(trainer.run_dir / "log.jsonl", out_dir / "loss.png")
+    shares = (trainer.schedule.quantise, trainer.schedule.freeze)
+    card = model_card(shipped, figures, len(corpus.train), len(corpus.held_out), shares)
+    (out_dir / "README.md").write_text(card)
     print(json.dumps(figures, indent=2))
     return figures
 
