@@ -34,7 +34,7 @@ invariance: $(READY)  ## probe whether rows depend on their neighbours, on this 
 lint: $(READY)  ## style checks
 	$(BIN)/ruff check .
 
-train-demo: $(READY)  ## train the demo model from nothing into runs/demo/model (about two hours on two cores)
+train-demo: $(READY)  ## train the demo model from nothing into runs/demo/model (about 100 minutes on one core)
 	$(BIN)/python scripts/train_demo.py $(ARGS)
 
 clean:  ## remove the environment, caches and builds, but not runs/

@@ -107,6 +107,8 @@ def _write_weights(model: DeepseekV4, folder: Path, to: str, quantise: str, max_
             file = f"model-{shard_idx + 1:05d}-of-{len(shards):05d}.safetensors"
         tensors = {rename(name): value for output in shard for name, value in _encode(output, state).items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        # save_file leaves it readable by its owner alone, whatever the umask says.
+        shutil.copymode(folder / "config.json", folder / file)
         weight_map.update(dict.fromkeys(tensors, file))
     if len(shards) > 1:
         total = sum(output.num_bytes for output in outputs)

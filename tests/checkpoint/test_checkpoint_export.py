@@ -211,3 +211,11 @@ def test_rotary_fraction_survives_truncation():
     config = tiny_config(head_dim=49, qk_rope_head_dim=4)
     assert int(49 * (4 / 49)) == 3, "the fixture must be a case where it matters"
     assert int(49 * config_to_dict(config, "huggingface", "float32")["partial_rotary_factor"]) == 4
+
+
+def test_weights_are_as_readable_as_the_config(tmp_path):
+    """save_file makes files that only their owner can read; a shared checkpoint must not be like that."""
+    from support import random_model
+
+    out = export_model(random_model(), tmp_path / "out", to="official")
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
