@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long mutants invariance lint train-demo clean
+.PHONY: help demo test test-long exactness mutants invariance lint train-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ test: $(READY)  ## quick tests, what CI runs
 
 test-long: $(READY)  ## the sweeps that take minutes
 	$(BIN)/python -m pytest -m 'long and not gpu' $(ARGS)
+
+exactness: $(READY)  ## 250,000 speculated tokens against each request alone without drafts
+	$(BIN)/python -m pytest -m long -s tests/engine/test_speculation_random.py $(ARGS)
 
 mutants: $(READY)  ## break one line at a time; the tests must notice
 	$(BIN)/python tests/mutations/run.py $(ARGS)

@@ -218,3 +218,20 @@ def test_infinite_logprob_is_null_in_json():
 def test_debug_shows_where_an_error_was_raised():
     result = CliRunner().invoke(cli, ["--debug", "generate"])
     assert isinstance(result.exception, RequestError)
+
+
+def test_speculation_options_reach_the_engine_and_change_no_text():
+    """--draft-len is the engine's, not a field of SamplingParams, and "auto" is a value of it."""
+    outputs = []
+    for options in (["--speculate", "none"], ["--draft-len", "3"], ["--draft-len", "auto", "--kv-advance", "cohort"]):
+        args = ["generate", "--prompt", "import os", "--temperature", "0", "--max-tokens", "12", "--json", *options]
+        result = CliRunner().invoke(cli, args)
+        assert result.exit_code == 0, result.output
+        outputs.append(json.loads(result.stdout.splitlines()[0])["outputs"][0]["token_ids"])
+    assert outputs[0] == outputs[1] == outputs[2] and len(outputs[0]) == 12
+
+
+@pytest.mark.parametrize(("options", "word"), [(["--draft-len", "often"], "auto"), (["--draft-len", "300"], "max_chunk")])
+def test_bad_draft_len_is_named(options, word):
+    result = CliRunner().invoke(cli, ["generate", "--prompt", "x", *options])
+    assert result.exit_code == 2 and word in result.output
