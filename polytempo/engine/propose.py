@@ -107,8 +107,9 @@ class MTPProposer:
         for item, draft_len in zip(rows, draft_lens, strict=True):
             row = item.row
             end = row.kv_len - (1 if draft_len else 0)
-            # No draft of this row will look further back than one window before the end of its prompt.
-            start = max(item.start, len(row.request.prompt_token_ids) - window)
+            # The earliest draft comes after the prompt's last token but one, when a chunk ends just before the last:
+            # it is made from the pair at prompt length - 2, and looks back one window from there.
+            start = max(item.start, len(row.request.prompt_token_ids) - 1 - window)
             if start >= end:
                 continue
             segments.append(Segment(row.slot, start, row.tokens(start + 1, end + 1)))

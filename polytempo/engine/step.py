@@ -25,6 +25,7 @@ from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.draw import logprob_entries, sampling_position
 from polytempo.engine.logprobs import gather_logprobs
 from polytempo.engine.propose import CaughtUp, Proposer
+from polytempo.engine.row import Row
 from polytempo.engine.sampling import sample
 from polytempo.engine.scheduler import PlannedRow
 from polytempo.engine.target import Target
@@ -95,6 +96,9 @@ def _verify(target: Target, planned: Sequence[PlannedRow], firsts: Sequence[int]
     for item, verdict, start in zip(planned, verdicts, starts, strict=True):
         _commit(item, verdict, entries[start:], target.config.max_model_len)
         if verdict.failed_at is not None and not item.row.is_finished:
+            if item.num_drafts:
+                _start_over(target, item.row)
+                continue
             reason = failures[start + verdict.failed_at]
             item.row.finish(FinishReason.ERROR, error=f"position {item.row.num_tokens}: {reason}")
 
@@ -114,6 +118,16 @@ def _commit(
     row.kv_len = row.num_tokens - 1
 
 
+def _start_over(target: Target, row: Row) -> None:
+    """Feed a row's committed tokens again from position 0, without drafts.
+
+    State that is not finite taints what shares a key block with it (0 · NaN), though masked. It may come from a
+    draft that the target never emits, so a row fails only if it fails without drafts.
+    """
+    target.store.clear(row.slot)
+    row.kv_len, row.drafts = 0, []
+
+
 def _record_prompt_logprobs(
     target: Target, planned: Sequence[PlannedRow], firsts: Sequence[int], streams: Tensor
 ) -> None:
@@ -122,7 +136,9 @@ def _record_prompt_logprobs(
         row, start = item.row, item.segment.start
         request = row.request
         end = min(item.segment.end, len(request.prompt_token_ids) - 1)
-        if request.params.prompt_logprobs is not None and row.choice == 0 and end > start:
+        # A row that starts over passes its prompt twice.
+        is_new = request.prompt_logprobs is not None and len(request.prompt_logprobs) == start + 1
+        if is_new and row.choice == 0 and end > start:
             logits = target.model.logits(streams[first : first + end - start])
             following = torch.tensor(request.prompt_token_ids[start + 1 : end + 1], device=logits.device)
             request.prompt_logprobs += gather_logprobs(logits, following, request.params.prompt_logprobs)

@@ -95,11 +95,10 @@ def test_chat_uses_the_template(llm):
 
 @pytest.fixture(scope="module")
 def reference(llm, tmp_path_factory):
-    from transformers import AutoModelForCausalLM
-
+    transformers = pytest.importorskip("transformers", reason="the release with DeepSeek-V4 needs Python 3.11")
     out = tmp_path_factory.mktemp("export") / "huggingface"
     export_model(llm.model, out, to="huggingface")
-    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def test_transformers_gives_the_same_greedy_tokens(llm, reference):
