@@ -32,7 +32,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="state, log and loss curve")
     parser.add_argument("--out", type=Path, default=Path("runs/demo/model"), help="where the model goes")
-    parser.add_argument("--steps", type=int, default=1250, help="optimiser steps of 2,048 tokens; the shipped model took 1,250")
+    parser.add_argument("--steps", type=int, default=1250, help="optimiser steps of 2,048 tokens")
     parser.add_argument("--seed", type=int, default=0, help="weights, expert table and batches")
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: all cores)")
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile (a quarter slower per step)")

@@ -72,6 +72,7 @@ def oracle(model, prompt: tuple[int, ...], params: SamplingParams, tokenizer=Non
     before = llm.engine.num_steps
     while llm.engine.has_work:
         llm.engine.step()
+        assert llm.engine.num_steps - before <= llm.engine.config.max_model_len, "the oracle does not end"
     assert llm.engine.num_steps - before == len(row.output_token_ids) + (row.finish_reason is FinishReason.ERROR)
     return row
 
@@ -171,6 +172,7 @@ class MTPUnderScript(MTPProposer):
         self.forwards_of_step.append((self.num_forwards - before, list(draft_lens)))
         for item, most in zip(rows, draft_lens, strict=True):
             row = item.row
+            assert len(row.drafts) <= most
             if most:
                 self.proposed[row.request.request_id, row.choice, row.num_tokens] = list(row.drafts)
             if self.script is not None:

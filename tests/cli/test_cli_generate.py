@@ -231,7 +231,7 @@ def test_speculation_options_reach_the_engine_and_change_no_text():
     assert outputs[0] == outputs[1] == outputs[2] and len(outputs[0]) == 12
 
 
-@pytest.mark.parametrize(("options", "word"), [(["--draft-len", "often"], "auto"), (["--draft-len", "300"], "max_chunk")])
-def test_bad_draft_len_is_named(options, word):
-    result = CliRunner().invoke(cli, ["generate", "--prompt", "x", *options])
+@pytest.mark.parametrize(("value", "word"), [("often", "auto"), ("300", "max_chunk")])
+def test_bad_draft_len_is_named(value, word):
+    result = CliRunner().invoke(cli, ["generate", "--prompt", "x", "--draft-len", value])
     assert result.exit_code == 2 and word in result.output

@@ -98,7 +98,8 @@ def reference(llm, tmp_path_factory):
     transformers = pytest.importorskip("transformers", reason="the release with DeepSeek-V4 needs Python 3.11")
     out = tmp_path_factory.mktemp("export") / "huggingface"
     export_model(llm.model, out, to="huggingface")
-    return transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(out, **options).eval()
 
 
 def test_transformers_gives_the_same_greedy_tokens(llm, reference):
