@@ -1,5 +1,9 @@
-"""Shared settings: two threads would share this machine's cores with whatever else runs."""
+"""Shared settings: one torch thread.
+
+The models of the tests are so small that a second thread costs more than it brings, and when anything else runs on
+the same cores two OpenMP teams slow each other down tenfold. `make invariance` probes other thread counts.
+"""
 
 import torch
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+torch.set_num_threads(1)
