@@ -399,6 +399,7 @@ class AdvanceMode(str, Enum):
 AUTO = "auto"
 AUTO_MAX_DRAFTS = 5
 SPECULATE = (AUTO, "mtp", "none")
+KV_LAYOUTS = ("ring", "left_aligned")
 
 
 @dataclass(frozen=True)
@@ -415,6 +416,8 @@ class EngineConfig:
         draft_len: drafts per row and step, 0 or more, or "auto": what measured acceptance and step cost say pays,
             up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
+        kv_layout: "ring", or "left_aligned": raw keys of all rows end at one shared column, so that the order in which
+            a row's keys are reduced depends on its neighbours. A baseline; see `polytempo.cache.window`.
     """
 
     max_rows: int = 32
@@ -424,6 +427,7 @@ class EngineConfig:
     speculate: str = "auto"
     draft_len: int | str = AUTO
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
+    kv_layout: str = KV_LAYOUTS[0]
 
     def __post_init__(self) -> None:
         if self.draft_len != AUTO and not isinstance(self.draft_len, int):
@@ -438,7 +442,8 @@ class EngineConfig:
                 f"engine option 'max_step_tokens' is {self.max_step_tokens}, less than max_rows "
                 f"({self.max_rows}); every running row needs at least one token per step"
             )
-        for name, known in (("speculate", SPECULATE), ("kv_advance", [mode.value for mode in AdvanceMode])):
+        modes = [mode.value for mode in AdvanceMode]
+        for name, known in (("speculate", SPECULATE), ("kv_advance", modes), ("kv_layout", KV_LAYOUTS)):
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(value), known))

@@ -90,7 +90,7 @@ class Harness:
     def view(self, segments: Sequence[Segment]) -> BatchView:
         """Lay out a forward."""
         check_segments(segments, self.engine)
-        return BatchView.build(segments, self.config.sliding_window, self.config.compress_ratios)
+        return self.store.target_view(segments, self.config.compress_ratios)
 
     def streams(self, *segments: Segment) -> list[Tensor]:
         """One forward; last-layer streams [n, hc, D] of each segment."""
@@ -104,7 +104,8 @@ class Harness:
 
     def mtp(self, streams: Tensor, *segments: Segment) -> Tensor:
         """One MTP forward; its output streams."""
-        return mtp_forward(self.model, self.tables, self.store, self.view(segments), streams)
+        check_segments(segments, self.engine)
+        return mtp_forward(self.model, self.tables, self.store, self.store.mtp_view(segments), streams)
 
     def prefill(self, ids: Sequence[int], sizes: Sequence[int], slot: int = 0, start: int = 0) -> Tensor:
         """Feed ids in chunks of these sizes (the last repeats); logits [len(ids), vocab]."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from polytempo.cache.layout import LayerShape, StateShape
+from polytempo.cache.layout import LayerShape, Segment, StateShape
+from polytempo.cache.view import BatchView
+from polytempo.cache.window import WindowLayout, window_layout
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class LayerState:
 
     Attributes:
         shape: its sizes.
-        window: [slots, window_cells, head_dim], ring by position.
+        window: [slots, window_cells, head_dim], raw keys in the cells that the store's window layout says.
         compressed: of layers with a compressor.
         index: of layers with an indexer.
     """
@@ -71,10 +74,21 @@ class LayerState:
 
 @dataclass(frozen=True)
 class RowStore:
-    """Every tensor of every row: one LayerState per decoder layer and per MTP block."""
+    """Every tensor of every row: one LayerState per decoder layer and per MTP block.
+
+    Attributes:
+        layers: of the decoder layers.
+        mtp: of the MTP blocks.
+        target_windows: layout of the layers' raw keys.
+        mtp_windows: layout of the MTP blocks' raw keys.
+        device: where the state lives.
+    """
 
     layers: tuple[LayerState, ...]
     mtp: tuple[LayerState, ...]
+    target_windows: WindowLayout
+    mtp_windows: WindowLayout
+    device: torch.device
 
     @classmethod
     def allocate(
@@ -95,6 +109,9 @@ class RowStore:
         return cls(
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.layers),
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.mtp),
+            window_layout(shape, num_slots),
+            window_layout(shape, num_slots),
+            like.device,
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -105,3 +122,15 @@ class RowStore:
         """Zero a slot. Masked cells take no weight, but 0 · NaN is NaN: a failed row must not outlive its seat."""
         for tensor in self.tensors():
             tensor[slot].zero_()
+        self.target_windows.clear(slot)
+        self.mtp_windows.clear(slot)
+
+    def target_view(self, segments: Sequence[Segment], ratios: Sequence[int]) -> BatchView:
+        """Make room for a target forward over these segments, and lay it out; `ratios` as of `BatchView.build`."""
+        self.target_windows.make_room(segments, [layer.window for layer in self.layers])
+        return BatchView.build(segments, self.target_windows, ratios, self.device)
+
+    def mtp_view(self, segments: Sequence[Segment]) -> BatchView:
+        """The same for a forward of the MTP block, which has no entries."""
+        self.mtp_windows.make_room(segments, [layer.window for layer in self.mtp])
+        return BatchView.build(segments, self.mtp_windows, (), self.device)

@@ -16,7 +16,7 @@ Command = Callable[..., Any]
 
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINE_OPTIONS = (
-    "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance",
+    "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
 )  # fmt: skip
 
 
@@ -84,6 +84,11 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
                 "--kv-advance",
                 type=click.Choice(("per_sequence", "cohort")),
                 help="Rows advance each by their own count, or all by the least [default: per_sequence].",
+            ),
+            click.option(
+                "--kv-layout",
+                type=click.Choice(("ring", "left_aligned")),
+                help="How raw keys lie; left_aligned is a baseline, not exact in a batch [default: ring].",
             ),
         ]
     return _all(options)
