@@ -416,6 +416,8 @@ class EngineConfig:
         draft_len: drafts per row and step, 0 or more, or "auto": what measured acceptance and step cost say pays,
             up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
+        memory: most bytes for the state of all rows, None for no bound but max_model_len. Rows of fewer tokens leave
+            more to others; when it runs out, the youngest row is set back and computed again later.
         kv_layout: "ring", or "left_aligned": raw keys of all rows end at one shared column, so that the order in which
             a row's keys are reduced depends on its neighbours. A baseline; see `polytempo.cache.window`.
     """
@@ -428,12 +430,14 @@ class EngineConfig:
     draft_len: int | str = AUTO
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
     kv_layout: str = KV_LAYOUTS[0]
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.draft_len != AUTO and not isinstance(self.draft_len, int):
             raise ConfigError(f"engine option 'draft_len' is {self.draft_len!r}; it must be {AUTO!r} or an integer")
         counts = ["max_rows", "max_model_len", "max_chunk", "max_step_tokens"]
-        for name in counts if self.draft_len == AUTO else [*counts, "draft_len"]:
+        counts += ["draft_len"] * (self.draft_len != AUTO) + ["memory"] * (self.memory is not None)
+        for name in counts:
             value, least = getattr(self, name), 0 if name == "draft_len" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")

@@ -61,10 +61,15 @@ class LayerShape:
         return self.head_dim * (2 if self.ratio == OVERLAP_RATIO else 1)
 
     @property
+    def num_slot_elements(self) -> int:
+        """Stored numbers of what every slot owns: raw keys and compressor inputs."""
+        inputs = self.input_cells * 2 * (self.input_width + 2 * self.index_head_dim)
+        return self.window_cells * self.head_dim + inputs
+
+    @property
     def num_elements(self) -> int:
-        """Stored numbers per slot."""
-        total = self.window_cells * self.head_dim + self.max_entries * (self.head_dim + self.index_head_dim)
-        return total + self.input_cells * 2 * (self.input_width + 2 * self.index_head_dim)
+        """Stored numbers of a slot whose entries are all there."""
+        return self.num_slot_elements + self.max_entries * (self.head_dim + self.index_head_dim)
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,32 @@ class StateShape:
         """Positions whose raw keys a slot holds, the same in every layer."""
         return (*self.layers, *self.mtp)[0].window_cells
 
+    def slot_bytes(self, bytes_per_element: int) -> int:
+        """Memory that every slot takes from the start, entries apart."""
+        return sum(layer.num_slot_elements for layer in (*self.layers, *self.mtp)) * bytes_per_element
+
     def bytes_per_row(self, bytes_per_element: int) -> int:
-        """Memory of one slot at this element size."""
+        """Memory of one row of max_model_len tokens at this element size, the most that a row takes."""
         return sum(layer.num_elements for layer in (*self.layers, *self.mtp)) * bytes_per_element
+
+
+def live_bytes(shape: StateShape, num_tokens: Sequence[int], num_slots: int, bytes_per_element: int) -> int:
+    """What the state of rows must take at least: rings of every slot, and each row's own entries and indexer keys.
+
+    Args:
+        shape: of the state.
+        num_tokens: tokens in the store, per running row.
+        num_slots: slots whose rings are allocated.
+        bytes_per_element: of the state's dtype.
+
+    Returns:
+        Bytes.
+    """
+    entries = sum(
+        num_entries(count, layer.ratio) * (layer.head_dim + layer.index_head_dim)
+        for layer in shape.layers if layer.ratio for count in num_tokens
+    )  # fmt: skip
+    return num_slots * shape.slot_bytes(bytes_per_element) + entries * bytes_per_element
 
 
 def _kept_cells(model: ModelConfig, engine: EngineConfig) -> int:

@@ -6,7 +6,7 @@ tiles are all functions of (slot, position).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -94,6 +94,7 @@ class BatchView:
         completed: per ratio that the model uses.
         max_visible: per ratio, most entries that any query of the batch sees; host integers, so that layers
             need no synchronisation.
+        block_tables: per ratio, [slots, most blocks] int64: where each slot's entries lie.
         last_token_idx: [R] int64, place of each segment's last token.
         per_row_positions: masks are functions of each token's own position.
     """
@@ -110,6 +111,7 @@ class BatchView:
     groups: tuple[TileGroup, ...]
     completed: dict[int, CompletedEntries]
     max_visible: dict[int, int]
+    block_tables: dict[int, Tensor]
     last_token_idx: Tensor
 
     @classmethod
@@ -119,6 +121,7 @@ class BatchView:
         layout: WindowLayout,
         ratios: Sequence[int],
         device: torch.device | str = "cpu",
+        block_tables: Mapping[int, np.ndarray] | None = None,
     ) -> BatchView:
         """Lay out a forward over these segments.
 
@@ -127,6 +130,7 @@ class BatchView:
             layout: of the raw keys; it has made room for the segments.
             ratios: ratios in use; 0 is ignored.
             device: where the index tensors go.
+            block_tables: per ratio, the blocks of each slot's entries [slots, most blocks] int64.
 
         Returns:
             The view.
@@ -149,6 +153,7 @@ class BatchView:
             groups=_tile_groups(packed, layout, to_device),
             completed={ratio: _completed(packed.positions, packed.slots, ratio, to_device) for ratio in used},
             max_visible={ratio: int(packed.positions.max() + 1) // ratio for ratio in used},
+            block_tables={ratio: to_device(table) for ratio, table in (block_tables or {}).items()},
             last_token_idx=to_device(packed.counts.cumsum() - 1),
         )
 
@@ -239,6 +244,6 @@ def _completed(positions, slots, ratio: int, to_device) -> CompletedEntries:
     return CompletedEntries(to_device(slots[ends_span]), to_device(last // ratio), to_device(inputs))
 
 
-def padded_entries(max_visible: int) -> int:
-    """Entry columns to read so that every query's visible entries are covered, in whole blocks."""
-    return round_up(max_visible, BLOCK)
+def num_entry_blocks(max_visible: int) -> int:
+    """Blocks of entries to read so that every query's visible entries are covered."""
+    return round_up(max_visible, BLOCK) // BLOCK

@@ -46,7 +46,7 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config)
         shape = StateShape.build(model.config, config)
-        store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device)
+        store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device, config.memory)
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
         self.target = Target(model, tables, store, config)
         self.proposer = proposer or _proposer(self.target)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polytempo.cache.layout import BLOCK
 from polytempo.cache.store import LayerState, PooledState
-from polytempo.cache.view import BatchView, TileGroup, padded_entries
+from polytempo.cache.view import BatchView, TileGroup, num_entry_blocks
 from polytempo.model.attention import Attention
 from polytempo.model.caller_mask import tile_mask
 from polytempo.model.compressor import Compressor, choose_entries
@@ -66,7 +66,8 @@ class CachedAttention:
             cells = completed.input_positions % pooled.kv.shape[1]
             slots = completed.slots.unsqueeze(1)
             entries = compressor.entries(pooled.kv[slots, cells], pooled.gate[slots, cells], completed.entry_ids, table)
-            pooled.entries[completed.slots, completed.entry_ids] = entries.to(pooled.entries.dtype)
+            blocks = self.view.block_tables[compressor.ratio][completed.slots, completed.entry_ids // BLOCK]
+            pooled.entries[blocks, completed.entry_ids % BLOCK] = entries.to(pooled.entries.dtype)
 
     def _attend_group(
         self, attn: Attention, group: TileGroup, q: Tensor, index_queries: tuple[Tensor, Tensor] | None
@@ -76,16 +77,20 @@ class CachedAttention:
         window_keys = self.state.window[group.slots.unsqueeze(1), group.key_cells]
         bias = None if self.caller_mask is None else tile_mask(self.caller_mask, self.view, group)
         blocks = [_Blocks(window_keys, group.window_mask, bias)]
-        num_columns = padded_entries(self.view.max_visible[attn.ratio]) if attn.ratio else 0
-        if num_columns:
-            num_visible = (group.positions + 1) // attn.ratio
-            entries = self.state.compressed.entries
+        if attn.ratio and self.view.max_visible[attn.ratio]:
             if index_queries is not None and self.view.max_visible[attn.ratio] > attn.indexer.top_k:
                 blocks.append(self._chosen_entries(attn, group, index_queries))
             else:
-                mask = torch.arange(num_columns, device=q.device) < num_visible.unsqueeze(-1)
-                blocks.append(_Blocks(entries[group.slots, :num_columns], mask))
+                entries = self._visible(self.state.compressed, attn.ratio, group)
+                num_visible = (group.positions + 1) // attn.ratio
+                mask = torch.arange(entries.shape[1], device=q.device) < num_visible.unsqueeze(-1)
+                blocks.append(_Blocks(entries, mask))
         return attend_blocks(queries, blocks, attn.attn_sink, attn.scale)
+
+    def _visible(self, pooled: PooledState, ratio: int, group: TileGroup) -> Tensor:
+        """Every tile's entries [N, columns, head_dim], in whole blocks that cover what any query of the batch sees."""
+        blocks = self.view.block_tables[ratio][:, : num_entry_blocks(self.view.max_visible[ratio])]
+        return pooled.entries[blocks[group.slots]].flatten(1, 2)
 
     def _chosen_entries(self, attn: Attention, group: TileGroup, index_queries: tuple[Tensor, Tensor]) -> _Blocks:
         """Every query's own entries, in columns by rank.
@@ -93,20 +98,20 @@ class CachedAttention:
         A query that keeps all its entries meets them in the columns that they have in a tile that shares them.
         """
         kept = self._choose(attn, group, index_queries)
-        entries = self.state.compressed.entries
-        capacity = entries.shape[1]
-        return _Blocks(entries[group.slots.view(-1, 1, 1), kept.clamp(max=capacity - 1)], kept < capacity)
+        table = self.view.block_tables[attn.ratio]
+        is_kept = kept >= 0
+        kept = kept.clamp(min=0)
+        blocks = table[group.slots.view(-1, 1, 1), kept // BLOCK]
+        return _Blocks(self.state.compressed.entries[blocks, kept % BLOCK], is_kept)
 
     def _choose(self, attn: Attention, group: TileGroup, index_queries: tuple[Tensor, Tensor]) -> Tensor:
-        """Entry ids [N, Q, columns] that each query keeps, ascending; unused columns hold the entry capacity."""
-        keys = self.state.index.entries
-        num_columns = padded_entries(self.view.max_visible[attn.ratio])
+        """Entry ids [N, Q, columns] that each query keeps, ascending; unused columns hold −1."""
+        keys = self._visible(self.state.index, attn.ratio, group)
         vectors, weights = (part[group.token_idx] for part in index_queries)
-        scores = attn.indexer.scores(vectors, weights, keys[group.slots, :num_columns])
+        scores = attn.indexer.scores(vectors, weights, keys)
         kept = choose_entries(scores, (group.positions + 1) // attn.ratio, attn.indexer.top_k)
-        kept = kept.masked_fill(kept == num_columns, keys.shape[1])
-        missing = -kept.shape[-1] % BLOCK
-        return torch.nn.functional.pad(kept, (0, missing), value=keys.shape[1])
+        kept = kept.masked_fill(kept == keys.shape[1], -1)
+        return torch.nn.functional.pad(kept, (0, -kept.shape[-1] % BLOCK), value=-1)
 
 
 @dataclass(frozen=True)

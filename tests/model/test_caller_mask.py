@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import ENGINE, TINY, Harness, random_ids, random_model, relative_difference
+from support import ENGINE, TINY, Harness, random_ids, random_model, relative_difference, slot_tensors
 
 from polytempo.cache.layout import Segment
 from polytempo.errors import ConfigError
@@ -125,10 +125,10 @@ def test_rank_2_is_every_row_and_head(model):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_wrong_sizes_are_refused_by_name(model, layout, shape, named):
     harness, segments = prefilled(model, layout)
-    before = [tensor.clone() for tensor in harness.store.tensors()]
+    before = [tensor.clone() for tensor in slot_tensors(harness.store)]
     with pytest.raises(ConfigError, match=named):
         forward(harness, segments, torch.zeros(shape))
-    assert all(map(torch.equal, before, harness.store.tensors())), "a refused forward wrote state"
+    assert all(map(torch.equal, before, slot_tensors(harness.store))), "a refused forward wrote state"
 
 
 def test_a_boolean_mask_is_refused(model):
