@@ -415,6 +415,9 @@ class EngineConfig:
         draft_len: drafts per row and step, 0 or more, or "auto": what measured acceptance and step cost say pays,
             up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
+        mixed_prompt_tokens: most prompt tokens, of all rows together, in a step in which a row decodes: bounds how long
+            a long prompt can hold up its neighbours' next token. None is up to max_step_tokens. Never changes a token.
+        queue_limit: most rows that may wait when no seat is free; more are refused. None is no limit.
     """
 
     max_rows: int = 32
@@ -424,6 +427,8 @@ class EngineConfig:
     speculate: str = "auto"
     draft_len: int | str = AUTO
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
+    mixed_prompt_tokens: int | None = None
+    queue_limit: int | None = None
 
     def __post_init__(self) -> None:
         if self.draft_len != AUTO and not isinstance(self.draft_len, int):
@@ -433,6 +438,12 @@ class EngineConfig:
             value, least = getattr(self, name), 0 if name == "draft_len" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")
+        for name, least in (("mixed_prompt_tokens", 1), ("queue_limit", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(
+                    f"engine option {name!r} is {value!r}; it must be an integer of at least {least}, or None"
+                )
         if self.max_step_tokens < self.max_rows:
             raise ConfigError(
                 f"engine option 'max_step_tokens' is {self.max_step_tokens}, less than max_rows "

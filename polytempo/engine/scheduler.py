@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polytempo.cache.layout import Segment
 from polytempo.config import EngineConfig
 from polytempo.engine.row import Row
-from polytempo.errors import InvariantError
+from polytempo.errors import CapacityError, InvariantError, RequestError
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,36 @@ class PlannedRow:
         return self.segment.token_ids[len(self.segment.token_ids) - self.num_drafts :]
 
 
+def refuse_overflow(num_unfinished: int, num_new: int, config: EngineConfig) -> None:
+    """Keep the queue bounded.
+
+    Args:
+        num_unfinished: rows that run or wait already.
+        num_new: rows that would join them, all or none.
+        config: gives max_rows and queue_limit.
+
+    Raises:
+        CapacityError: more than queue_limit rows would wait.
+        RequestError: so they would if nothing else ran.
+    """
+    if config.queue_limit is None:
+        return
+    most = config.max_rows + config.queue_limit
+    if num_new > most:
+        raise RequestError(
+            f"n: {num_new} outputs at once never fit; max_rows ({config.max_rows}) + queue_limit "
+            f"({config.queue_limit}) is {most}",
+            param="n",
+        )
+    if num_unfinished + num_new > most:
+        raise CapacityError(
+            f"{num_new} more rows beside {num_unfinished} unfinished ones exceed max_rows ({config.max_rows}) + "
+            f"queue_limit ({config.queue_limit}); try again later, or raise queue_limit"
+        )
+
+
 class Scheduler:
-    """First come, first served: rows wait for a slot, then run until they finish.
+    """First come, first served among equal priorities: rows wait for a slot, then run until they finish.
 
     A step feeds every decoding row its last token, then its drafts, then fills what is left of the token budget with
     prompt chunks in order of admission. Drafts that find no room are dropped: they cost nothing but themselves.
@@ -41,7 +69,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.waiting: deque[Row] = deque()
+        self.waiting: list[Row] = []
         self.running: list[Row] = []
         self._free_slots = list(range(config.max_rows))
 
@@ -56,14 +84,14 @@ class Scheduler:
         return len(self._free_slots)
 
     def add(self, row: Row) -> None:
-        """Queue a row."""
-        self.waiting.append(row)
+        """Queue a row behind those of its priority."""
+        bisect.insort_right(self.waiting, row, key=lambda one: one.request.priority)
 
     def admit(self) -> list[Row]:
         """Seat waiting rows while there are slots; returns the rows that were seated."""
         admitted = []
         while self.waiting and self._free_slots:
-            row = self.waiting.popleft()
+            row = self.waiting.pop(0)
             row.slot = heapq.heappop(self._free_slots)
             self.running.append(row)
             admitted.append(row)
@@ -77,7 +105,7 @@ class Scheduler:
                 heapq.heappush(self._free_slots, row.slot)
                 row.slot = None
         self.running = [row for row in self.running if not row.is_finished]
-        self.waiting = deque(row for row in self.waiting if not row.is_finished)
+        self.waiting = [row for row in self.waiting if not row.is_finished]
         return finished
 
     def plan(self) -> list[PlannedRow]:
@@ -89,6 +117,8 @@ class Scheduler:
             num_drafts = min(len(row.drafts), budget)
             planned.append(self._planned(row, 1, row.drafts[:num_drafts]))
             budget -= num_drafts
+        if decoding and self.config.mixed_prompt_tokens is not None:
+            budget = min(budget, self.config.mixed_prompt_tokens)
         for row in self.running:
             if not row.is_decoding and budget > 0:
                 count = min(row.num_tokens - row.kv_len, self.config.max_chunk, budget)
