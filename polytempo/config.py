@@ -420,6 +420,9 @@ class EngineConfig:
             more to others; when it runs out, the youngest row is set back and computed again later.
         kv_layout: "ring", or "left_aligned": raw keys of all rows end at one shared column, so that the order in which
             a row's keys are reduced depends on its neighbours. A baseline; see `polytempo.cache.window`.
+        mixed_prompt_tokens: most prompt tokens, of all rows together, in a step in which a row decodes: bounds how long
+            a long prompt can hold up its neighbours' next token. None is up to max_step_tokens. Never changes a token.
+        queue_limit: most rows that may wait when no seat is free; more are refused. None is no limit.
     """
 
     max_rows: int = 32
@@ -431,6 +434,8 @@ class EngineConfig:
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
     kv_layout: str = KV_LAYOUTS[0]
     memory: int | None = None
+    mixed_prompt_tokens: int | None = None
+    queue_limit: int | None = None
 
     def __post_init__(self) -> None:
         if self.draft_len != AUTO and not isinstance(self.draft_len, int):
@@ -441,6 +446,12 @@ class EngineConfig:
             value, least = getattr(self, name), 0 if name == "draft_len" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")
+        for name, least in (("mixed_prompt_tokens", 1), ("queue_limit", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(
+                    f"engine option {name!r} is {value!r}; it must be an integer of at least {least}, or None"
+                )
         if self.max_step_tokens < self.max_rows:
             raise ConfigError(
                 f"engine option 'max_step_tokens' is {self.max_step_tokens}, less than max_rows "

@@ -149,6 +149,14 @@ class EntryPool:
                 heapq.heappush(pool.free, block)
             pool.table[slot] = NULL_BLOCK
 
+    def shrink(self) -> None:
+        """Give back all blocks, if no slot holds one."""
+        for pool in self.ratios.values():
+            if len(pool.free) == pool.size - 1:
+                pool.size = NULL_BLOCK + 1
+                pool.free.clear()
+                pool.fresh.clear()
+
     def check(self) -> None:
         """Raise InvariantError unless every block is held by exactly one slot or free, and tables have no gaps."""
         for pool in self.ratios.values():

@@ -39,8 +39,10 @@ class PooledState:
         )
 
     def fit(self, pool: RatioPool) -> None:
-        """Grow to the pool's size, and zero the blocks that it handed out: what their last owner left may be NaN."""
+        """Take the pool's size, and zero the blocks that it handed out: what their last owner left may be NaN."""
         missing = pool.size - self.entries.shape[0]
+        if missing < 0:
+            self.entries = self.entries[: pool.size].clone()
         if missing > 0:
             self.entries = torch.cat((self.entries, self.entries.new_zeros(missing, *self.entries.shape[1:])))
         if pool.fresh:
@@ -167,6 +169,11 @@ class RowStore:
         self.fit()
         tables = {ratio: pool.table for ratio, pool in self.pool.ratios.items()}
         return BatchView.build(segments, self.target_windows, ratios, self.device, tables)
+
+    def shrink(self) -> None:
+        """Give the entries' memory back, if no row holds any."""
+        self.pool.shrink()
+        self.fit()
 
     def fit(self) -> None:
         """Bring every tensor of entries to the pool's size, and zero blocks that were handed out since."""

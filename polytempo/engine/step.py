@@ -120,6 +120,8 @@ def _commit(
 ) -> None:
     """Append the verdict's tokens until one ends the row; what a stop cuts off was never part of it."""
     row = item.row
+    if row.is_finished:  # aborted since it was planned
+        return
     if row.request.first_token is None and verdict.new_token_ids:
         row.request.first_token = time.monotonic()
     for token_id, entry in zip(verdict.new_token_ids, entries, strict=False):
