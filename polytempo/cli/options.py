@@ -17,7 +17,8 @@ Command = Callable[..., Any]
 
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINE_OPTIONS = (
-    "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout", "memory",
+    "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
+    "memory", "prefix_cache",
 )  # fmt: skip
 
 
@@ -102,6 +103,7 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
                 help="Rows advance each by their own count, or all by the least [default: per_sequence].",
             ),
             click.option("--memory", type=Size(), help="Most for all rows' state, such as 2GiB [default: no bound]."),
+            click.option("--prefix-cache", type=Size(), help="Most for state kept to be reused [default: 0, off]."),
             click.option(
                 "--kv-layout",
                 type=click.Choice(("ring", "left_aligned")),
