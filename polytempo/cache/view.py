@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -81,38 +82,30 @@ class CompletedEntries:
 class BatchView:
     """The packed tokens of one forward.
 
+    What only the torch path reads is made when it is first asked for: the kernels work from slots and positions.
+
     Attributes:
+        packed: the integers that all else follows from.
+        layout: of the raw keys.
+        device: where the index tensors go.
         token_ids: [T] int64.
         slots: [T] int64.
         positions: [T] int64.
-        window_cells: [T] int64, the tokens' cells in the raw keys.
-        leads: [R] int64, columns before position 0 of each segment's row; zeros at layout `ring`.
-        ends: [R] int64, position after each segment's last token.
-        num_columns: columns of raw keys that the forward spans, where its longest row ends.
-        most_tokens: tokens of its widest segment.
-        groups: the tiles, by width.
-        completed: per ratio that the model uses.
+        block_tables: per ratio, [slots, most blocks] int64: where each slot's entries lie.
         max_visible: per ratio, most entries that any query of the batch sees; host integers, so that layers
             need no synchronisation.
-        block_tables: per ratio, [slots, most blocks] int64: where each slot's entries lie.
-        last_token_idx: [R] int64, place of each segment's last token.
         per_row_positions: masks are functions of each token's own position.
     """
 
     per_row_positions: ClassVar[bool] = True
+    packed: Packed
+    layout: WindowLayout
+    device: torch.device | str
     token_ids: Tensor
     slots: Tensor
     positions: Tensor
-    window_cells: Tensor
-    leads: Tensor
-    ends: Tensor
-    num_columns: int
-    most_tokens: int
-    groups: tuple[TileGroup, ...]
-    completed: dict[int, CompletedEntries]
-    max_visible: dict[int, int]
     block_tables: dict[int, Tensor]
-    last_token_idx: Tensor
+    max_visible: dict[int, int]
 
     @classmethod
     def build(
@@ -135,26 +128,17 @@ class BatchView:
         Returns:
             The view.
         """
-        packed = _Packed.build(segments, layout)
-
-        def to_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-        used = sorted({ratio for ratio in ratios if ratio})
+        packed = Packed.build(segments, layout)
+        longest = int(packed.ends.max())
         return cls(
-            token_ids=to_device(packed.token_ids),
-            slots=to_device(packed.slots),
-            positions=to_device(packed.positions),
-            window_cells=to_device(layout.cells(packed.slots, packed.positions)),
-            leads=to_device(packed.leads),
-            ends=to_device(packed.ends),
-            num_columns=int(packed.ends.max()),
-            most_tokens=int(packed.counts.max()),
-            groups=_tile_groups(packed, layout, to_device),
-            completed={ratio: _completed(packed.positions, packed.slots, ratio, to_device) for ratio in used},
-            max_visible={ratio: int(packed.positions.max() + 1) // ratio for ratio in used},
-            block_tables={ratio: to_device(table) for ratio, table in (block_tables or {}).items()},
-            last_token_idx=to_device(packed.counts.cumsum() - 1),
+            packed=packed,
+            layout=layout,
+            device=device,
+            token_ids=_to(device, packed.token_ids),
+            slots=_to(device, packed.slots),
+            positions=_to(device, packed.positions),
+            block_tables={ratio: _to(device, table) for ratio, table in (block_tables or {}).items()},
+            max_visible={ratio: longest // ratio for ratio in ratios if ratio},
         )
 
     @property
@@ -162,10 +146,69 @@ class BatchView:
         """T."""
         return self.token_ids.shape[0]
 
+    @property
+    def num_columns(self) -> int:
+        """Columns of raw keys that the forward spans, where its longest row ends."""
+        return int(self.packed.ends.max())
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the widest segment."""
+        return int(self.packed.counts.max())
+
+    @cached_property
+    def leads(self) -> Tensor:
+        """[R] int64, columns before position 0 of each segment's row; zeros at layout `ring`."""
+        return _to(self.device, self.packed.leads)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[R] int64, position after each segment's last token."""
+        return _to(self.device, self.packed.ends)
+
+    @cached_property
+    def last_token_idx(self) -> Tensor:
+        """[R] int64, place of each segment's last token."""
+        return _to(self.device, self.packed.counts.cumsum() - 1)
+
+    @cached_property
+    def window_cells(self) -> Tensor:
+        """[T] int64, the tokens' cells in the raw keys."""
+        return _to(self.device, self.layout.cells(self.packed.slots, self.packed.positions))
+
+    @cached_property
+    def groups(self) -> tuple[TileGroup, ...]:
+        """The tiles, by width."""
+        return _tile_groups(self.packed, self.layout, lambda array: _to(self.device, array))
+
+    @cached_property
+    def completed(self) -> dict[int, CompletedEntries]:
+        """Per ratio, the entries whose last token is in this forward."""
+        packed = self.packed
+        return {
+            ratio: _completed(packed.positions, packed.slots, ratio, lambda array: _to(self.device, array))
+            for ratio in self.max_visible
+        }
+
+
+def _to(device: torch.device | str, array: np.ndarray) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if tensor.device == torch.device(device) else tensor.to(device)
+
 
 @dataclass(frozen=True)
-class _Packed:
-    """The integers of a forward: counts, ends and leads [R]; segment_of, slots, positions and token_ids [T]."""
+class Packed:
+    """The integers of a forward.
+
+    Attributes:
+        counts: [R], tokens of each segment.
+        ends: [R], position after each segment's last token.
+        leads: [R], columns before position 0 of each segment's row.
+        segment_of: [T], place of each token's segment.
+        slots: [T].
+        positions: [T].
+        token_ids: [T].
+    """
 
     counts: np.ndarray
     ends: np.ndarray
@@ -176,7 +219,7 @@ class _Packed:
     token_ids: np.ndarray
 
     @classmethod
-    def build(cls, segments: Sequence[Segment], layout: WindowLayout) -> _Packed:
+    def build(cls, segments: Sequence[Segment], layout: WindowLayout) -> Packed:
         counts = np.array([len(segment.token_ids) for segment in segments])
         starts = np.array([segment.start for segment in segments])
         last = counts.cumsum()
@@ -193,7 +236,7 @@ class _Packed:
         )
 
 
-def _tile_groups(packed: _Packed, layout: WindowLayout, to_device) -> tuple[TileGroup, ...]:
+def _tile_groups(packed: Packed, layout: WindowLayout, to_device) -> tuple[TileGroup, ...]:
     num_tokens = len(packed.positions)
     block = (packed.positions + packed.leads[packed.segment_of]) // BLOCK
     is_first = np.ones(num_tokens, dtype=bool)
@@ -209,7 +252,7 @@ def _tile_groups(packed: _Packed, layout: WindowLayout, to_device) -> tuple[Tile
     return tuple(groups)
 
 
-def _tile_group(first, count, width: int, packed: _Packed, layout: WindowLayout, to_device) -> TileGroup:
+def _tile_group(first, count, width: int, packed: Packed, layout: WindowLayout, to_device) -> TileGroup:
     offset = np.arange(width)
     is_token = offset < count[:, None]
     token_idx = np.where(is_token, first[:, None] + offset, first[:, None])

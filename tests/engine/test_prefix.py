@@ -83,8 +83,12 @@ def test_saved_restored_into_another_slot_and_continued(dtype, length):
 def test_restored_state_is_the_cold_rows_state(dtype):
     """Everything that later tokens may read, and the MTP block's keys: equal to the bit, right after the restore."""
     model, prompt = model_of(dtype=dtype), random_ids(300, seed=1)
-    warm, cold = (make_llm(model, max_rows=2, max_chunk=64, prefix_cache=ROOM) for _ in range(2))
+    # Chunks of 72 go past the boundary, so that streams must be taken from within one; steps of 64 end at it.
+    limits = {"max_rows": 2, "max_chunk": 72, "prefix_cache": ROOM}
+    warm, cold = (make_llm(model, max_step_tokens=most, **limits) for most in (72, 64))
     run(warm, prompt, replace(PARAMS, max_tokens=2))
+    # The token after the boundary is another one, and so is the MTP block's key at the boundary's last position.
+    prompt = [*prompt[:256], *((token + 1) % TINY.vocab_size for token in prompt[256:])]
     row, other = row_of(warm, prompt, PARAMS), row_of(cold, prompt, PARAMS)
     warm.engine.add([row])
     for seated in warm.engine.scheduler.admit():
@@ -120,13 +124,14 @@ def test_drafts_after_a_restore_are_the_cold_rows_drafts():
 
 
 def test_equal_spans_after_other_tokens_are_other_prefixes():
-    """The second span of both prompts holds the same tokens; its state is another one."""
-    model, shared = model_of(), random_ids(170, seed=3)
+    """The second span of the first and the last prompt holds the same tokens; its state is another one."""
+    model = model_of()
     llm = make_llm(model, max_rows=1, prefix_cache=ROOM)
-    prompts = [(*random_ids(128, seed=seed), *shared) for seed in (1, 2)]
-    for prompt in prompts:
+    first, second = (random_ids(128, seed=seed) for seed in (1, 2))
+    shared, other = (random_ids(170, seed=seed) for seed in (3, 4))
+    for prompt, num_cached in (((*first, *shared), 0), ((*second, *other), 0), ((*second, *shared), 128)):
         row = run(llm, prompt)
-        assert row.num_cached == 0 and answer(row) == answer(oracle(model, prompt, PARAMS))
+        assert row.num_cached == num_cached and answer(row) == answer(oracle(model, prompt, PARAMS))
 
 
 def test_output_tokens_are_reused_by_the_next_turn():
