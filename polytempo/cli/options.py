@@ -17,6 +17,7 @@ Command = Callable[..., Any]
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINE_OPTIONS = (
     "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance",
+    "queue_limit", "mixed_prompt_tokens",
 )  # fmt: skip
 
 
