@@ -84,7 +84,8 @@ def _greeting(llm: LLM, name: str, host: str, port: int, options: Mapping[str, A
     shown = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     key = "" if options["api_key"] is None else " -H 'Authorization: Bearer KEY'"
     lines = [
-        f"model    {name}: {model.config.num_hidden_layers} layers, {dtype} on {model.device}, {weights / 2**20:.0f} MiB",
+        f"model    {name}: {model.config.num_hidden_layers} layers, {dtype} on {model.device}, "
+        f"{weights / 2**20:.0f} MiB",
         f"rows     {config.max_rows} of {config.max_model_len} tokens, {state / 2**20:.0f} MiB of state; "
         f"{config.queue_limit} more may wait",
         f"drafts   {drafts}, advance {config.kv_advance}",
