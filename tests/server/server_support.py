@@ -60,18 +60,19 @@ class Gate:
     """Holds an engine's steps back: `open` lets them run, `shut` stops before the next, `let` runs a few."""
 
     def __init__(self, llm: LLM) -> None:
-        self.num_waits = 0
+        self.num_steps = 0
         self._step, self._is_open, self._tickets = llm.engine.step, threading.Event(), threading.Semaphore(0)
         self._is_open.set()
         llm.engine.step = self._gated
 
     def _gated(self):
         while not self._is_open.is_set():
-            self.num_waits += 1
             if self._tickets.acquire(timeout=0.005):
                 break
             return []  # an empty step: commands, such as an abort, are taken between steps
-        return self._step()
+        finished = self._step()
+        self.num_steps += 1
+        return finished
 
     def shut(self) -> None:
         self._is_open.clear()
@@ -80,9 +81,9 @@ class Gate:
         self._is_open.set()
 
     def let(self, num_steps: int) -> None:
+        wanted = self.num_steps + num_steps
         self._tickets.release(num_steps)
-        wait_until(lambda: self._tickets._value == 0, "the engine took its tickets")
-        time.sleep(0.02)
+        wait_until(lambda: self.num_steps == wanted, "the engine took its steps")
 
 
 class RunningServer:

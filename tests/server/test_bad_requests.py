@@ -106,7 +106,7 @@ BAD = [
 
 def test_bad_bodies_while_two_good_streams_run(server):
     """Each refusal names its field, and two requests that stream meanwhile get what they get alone."""
-    wanted = {"prompt": "good", "max_tokens": 150, "temperature": 0.8, "ignore_eos": True}
+    wanted = {"prompt": "good", "max_tokens": 60, "temperature": 0.8, "ignore_eos": True}
     alone = tiny_llm()
     streams: dict[int, list] = {}
     threads = [threading.Thread(target=lambda seed=seed: streams.update(
@@ -127,7 +127,7 @@ def test_bad_bodies_while_two_good_streams_run(server):
     for thread in threads:
         thread.join()
     for seed, events in streams.items():
-        params = SamplingParams(max_tokens=150, temperature=0.8, ignore_eos=True, seed=seed)
+        params = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True, seed=seed)
         expected = alone.generate("good", params, progress=False)[0].outputs[0].text
         assert events[-1] == "[DONE]"
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == expected
