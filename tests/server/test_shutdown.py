@@ -32,8 +32,8 @@ class Process:
     def open(self, body):
         data = json.dumps(body).encode()
         client = socket.create_connection(("127.0.0.1", self.port), timeout=4 * PATIENCE)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-        client.sendall(f"{head}\r\n\r\n".encode() + data)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+        client.sendall(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         return client
 
 

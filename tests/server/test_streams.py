@@ -27,7 +27,7 @@ def texts(events, count=1):
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("n", [1, 2])
 def test_usage_chunk(server, path, n):
-    """Field case 40: asked for, it is one last chunk without choices, equal to the whole answer's; else there is none."""
+    """Field case 40: if asked for, it is one last chunk without choices, equal to the whole answer's."""
     body = prompt_of(path, "abc") | {"max_tokens": 5, "temperature": 0.5, "seed": 1, "n": n}
     whole = server.post(path, body)[1]
     for options in ({"include_usage": True}, {"include_usage": False}, {}, None):
