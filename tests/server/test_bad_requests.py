@@ -166,3 +166,10 @@ def test_paths_methods_and_types(server):
         assert got == status and json.loads(text)["error"]["message"] and headers["x-request-id"]
     status, _, text = server.request("POST", COMPLETIONS, '{"prompt": "x"}', {"Content-Type": "text/plain"})
     assert status == 415 and "application/json" in json.loads(text)["error"]["message"]
+
+
+def test_nan_is_no_json(server):
+    """NaN is refused where JSON is read, before a field could repeat it in an error that is no JSON itself."""
+    for constant in ("NaN", "Infinity", "-Infinity"):
+        status, answer = server.post(COMPLETIONS, f'{{"prompt": "hi", "max_tokens": 1, "temperature": {constant}}}')
+        assert status == 400 and "not valid JSON" in answer["error"]["message"] and constant in str(answer)

@@ -113,6 +113,7 @@ def test_echo_with_logprobs(server, logprobs, max_tokens):
     assert written["token_logprobs"][1 : len(ids)] == pytest.approx(teacher_forced(ids), abs=1e-4)
     # BOS has no text; é is two tokens and the emoji four, whose text comes with the last.
     assert written["text_offset"][: len(ids)] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 4]
+    assert written["text_offset"][len(ids) : len(ids) + 1] == [len(text)][:max_tokens]
     events = server.events(COMPLETIONS, body)
     assert texts(events)[0] == [choice["text"]]
     columns = [event["choices"][0]["logprobs"] for event in events[:-1]]
