@@ -66,6 +66,8 @@ class Timing:
 async def _ask(load: Load, number: int) -> Timing:
     """Send one request over a connection of its own and time its events."""
     address = urllib.parse.urlsplit(load.url)
+    if address.scheme != "http" or not address.hostname:
+        raise ConfigError(f"{load.url!r} is not the address of a server; it must be http://HOST:PORT")
     reader, writer = await asyncio.open_connection(address.hostname, address.port or 80)
     data = json.dumps(load.body(number)).encode()
     head = (f"POST {address.path.rstrip('/')}/v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"

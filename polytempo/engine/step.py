@@ -100,6 +100,8 @@ def _verify(target: Target, planned: Sequence[PlannedRow], firsts: Sequence[int]
                 _start_over(target, item.row)
                 continue
             reason = failures[start + verdict.failed_at]
+            if item.row.grammar is not None and item.row.grammar.error:
+                reason = f"the grammar cannot be followed any further: {item.row.grammar.error}"
             item.row.finish(FinishReason.ERROR, error=f"position {item.row.num_tokens}: {reason}")
 
 

@@ -11,6 +11,7 @@ from polytempo.serving_thread import RequestDelta
 from polytempo.tokenizer import Tokenizer
 from polytempo.types import FinishReason, Logprob
 
+LEAST_LOGPROB = -9999.0
 Entry = Mapping[int, Logprob] | None
 
 
@@ -65,6 +66,11 @@ class TextOffsets:
         return self.position
 
 
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes this number for what cannot be drawn."""
+    return max(logprob, LEAST_LOGPROB)
+
+
 class LogprobWriter:
     """Writes the log-probabilities of one choice in either of OpenAI's forms, a delta at a time."""
 
@@ -87,11 +93,11 @@ class LogprobWriter:
             for token_id, one in (entry or {}).items():
                 # Two ids may have one spelling, for example two halves of characters: the likelier stays.
                 text = self._decode(token_id)
-                top[text] = max(one.logprob, top.get(text, one.logprob))
+                top[text] = max(_finite(one.logprob), top.get(text, LEAST_LOGPROB))
             tops.append(top if entry is not None else None)
         return {
             "tokens": [self._decode(token_id) for token_id in token_ids],
-            "token_logprobs": [entry and entry[token_id].logprob
+            "token_logprobs": [entry and _finite(entry[token_id].logprob)
                                for token_id, entry in zip(token_ids, entries, strict=True)],
             "top_logprobs": tops,
             "text_offset": self._offsets.take(token_ids),
@@ -116,7 +122,7 @@ class LogprobWriter:
         text = self._decode(token_id)
         # A token that is part of a character has no text, so its bytes are not to be had from it.
         known = REPLACEMENT not in text
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8")) if known else None}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode("utf-8")) if known else None}
 
 
 def merged(deltas: Sequence[RequestDelta]) -> RequestDelta:

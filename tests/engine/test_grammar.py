@@ -135,3 +135,44 @@ def test_without_a_tokenizer():
 
     with pytest.raises(RequestError, match="needs a tokenizer"):
         LLM.from_model(tiny_model(), None, max_rows=1, max_model_len=64).check([1, 2], SamplingParams(regex="a"))
+
+
+def test_drafts_are_drawn_under_the_grammar():
+    """The proposer sees the same masks: no draft of the MTP block is one that the grammar forbids."""
+    llm, num_checked = tiny_llm(draft_len=3), 0
+    propose = llm.engine.proposer.propose
+
+    def checked(rows, streams, draft_lens):
+        nonlocal num_checked
+        propose(rows, streams, draft_lens)
+        for row in (item.row for item in rows):
+            drafts = row.drafts[: row.drafts.index(257)] if 257 in row.drafts else row.drafts
+            assert row.grammar.mask_after(row.output_token_ids, drafts) is not None
+            num_checked += len(drafts)
+
+    llm.engine.proposer.propose = checked
+    output = run(llm, regex="((ab|cd)e){1,8}", temperature=1.0, seed=2)
+    assert num_checked > 10 and re.fullmatch("((ab|cd)e)*", output.text) and output.num_accepted > 3
+
+
+def test_grammar_that_gives_up_fails_its_request_alone(plain):
+    """llguidance stops at grammars that become too complex while they run; the row ends with its reason."""
+    llm = tiny_llm()
+    alone = llm.generate("abc", SamplingParams(temperature=0, max_tokens=9), progress=False)[0].outputs[0].text
+
+    class GivesUp:
+        def is_error(self):
+            return True
+
+        def get_error(self):
+            return "too many items"
+
+    rows = llm.rows_of("abc", SamplingParams(regex="a*", max_tokens=9))
+    rows[0].grammar._matcher = GivesUp()
+    neighbour = llm.rows_of("abc", SamplingParams(temperature=0, max_tokens=9))
+    for one in (rows, neighbour):
+        llm.engine.add(one)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert rows[0].finish_reason is FinishReason.ERROR and "too many items" in rows[0].error
+    assert neighbour[0].text.text == alone and neighbour[0].error is None

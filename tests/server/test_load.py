@@ -35,7 +35,11 @@ def test_percentiles():
     assert percentile([3.0], 99) == 3.0 and percentile([2.0, 1.0], 50) == 1.0
 
 
-@pytest.mark.parametrize(("url", "reason"), [("http://127.0.0.1:1", "cannot be reached"), (None, "400")])
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("http://127.0.0.1:1", "cannot be reached"), (None, "400"), ("https://127.0.0.1:1", "must be http://"),
+     ("here", "must be http://")],
+)  # fmt: skip
 def test_failures(server, url, reason):
     options = ["bench", "--server", url or server.url, "--requests", "1", "--prompt-lens", "900"]
     done = CliRunner().invoke(cli, options)
