@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-import resource
 import sys
 import time
 import uuid
@@ -284,7 +283,6 @@ async def status(request: Request) -> Response:
     """GET /status: the engine's numbers for the page."""
     state, front = request.app.state, request.app.state.front
     config = front.llm.engine.config
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     row_bytes = sum(t.numel() * t.element_size() for t in front.llm.engine.target.store.tensors())
     return JSONResponse(
         asdict(front.status)
@@ -296,9 +294,16 @@ async def status(request: Request) -> Response:
             "max_model_len": config.max_model_len,
             "num_unfinished_rows": front.num_unfinished_rows,
             "row_state_bytes": row_bytes,
-            "peak_resident_bytes": peak,
+            "peak_resident_bytes": _peak_resident_bytes(),
             "seconds": time.monotonic(),
         }
     )
 
 
+def _peak_resident_bytes() -> int | None:
+    """Most memory that the process has held in RAM, None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

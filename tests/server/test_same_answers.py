@@ -11,13 +11,13 @@ from polytempo.async_llm import AsyncLLM
 from polytempo.types import SamplingParams
 
 
-def cases(count: int, seed: int) -> list[tuple[dict, float]]:
+def cases(count: int, seed: int, longest: int = 140) -> list[tuple[dict, float]]:
     """Request bodies of every kind, and when to send each."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
-        body = {"prompt": [rng.randrange(2, 256) for _ in range(rng.choice((1, 3, 9, 33, 60, 140)))],
-                "max_tokens": rng.randrange(1, 20), "seed": number, "logprobs": 0,
+        body = {"prompt": [rng.randrange(2, 256) for _ in range(rng.choice((1, 3, 9, 33, 60, longest)))],
+                "max_tokens": rng.randrange(1, 14), "seed": number, "logprobs": 0,
                 "temperature": rng.choice((0, 0, 0.7, 1.3))}  # fmt: skip
         body |= rng.choice(({}, {"top_k": 20}, {"top_p": 0.8}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3},
                             {"min_tokens": 1}, {"logit_bias": {"5": 8}}, {"stop": ["a"]}, {"n": 2},
@@ -62,8 +62,8 @@ async def ask_all(server, made, num_clients: int) -> list:
     return await asyncio.gather(*(ask(number, *case) for number, case in enumerate(made)))
 
 
-def check(count: int, num_clients: int, **options) -> None:
-    made = cases(count, seed=count)
+def check(count: int, num_clients: int, longest: int = 140, **options) -> None:
+    made = cases(count, count, longest)
     alone = tiny_llm(max_rows=1, speculate="none", queue_limit=None)
     with running(tiny_llm(queue_limit=count * 2, mixed_prompt_tokens=24, **options)) as server:
         answers = asyncio.run(ask_all(server, made, num_clients))
@@ -75,7 +75,7 @@ def check(count: int, num_clients: int, **options) -> None:
 
 @pytest.mark.parametrize("speculate", ["mtp", "none"])
 def test_staggered_clients(speculate):
-    check(24, 8, speculate=speculate)
+    check(20, 8, longest=70, speculate=speculate)
 
 
 @pytest.mark.long
