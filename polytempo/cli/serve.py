@@ -57,9 +57,7 @@ def serve_command(model: str | None, dtype: str, device: str, host: str, port: i
             raise
         raise ConfigError(f"serving needs the package {error.name}; pip install 'polytempo[serve]'") from None
 
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    limits = options | {"queue_limit": options["queue_limit"], "mixed_prompt_tokens": options["mixed_prompt_tokens"]}
-    llm = open_llm(model, dtype, device, limits)
+    llm = open_llm(model, dtype, device, options)
     if llm.tokenizer is None:
         raise ConfigError(f"{model}: serving needs a tokenizer, and there is no tokenizer.json")
     settings = ServerSettings(
@@ -71,6 +69,7 @@ def serve_command(model: str | None, dtype: str, device: str, host: str, port: i
         drain_timeout=options["drain_timeout"],
     )
     click.echo(_greeting(llm, settings.model_name, host, port, options), err=True)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     serve(make_app(AsyncLLM(llm, options["step_timeout"]), settings), host, port, settings)
 
 

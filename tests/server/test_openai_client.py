@@ -73,6 +73,29 @@ def test_chat_with_every_option(server, client):
     assert all(one.bytes is None or bytes(one.bytes).decode() == one.token for one in content)
 
 
+@pytest.mark.parametrize("draft_len", [0, 2])
+def test_constrained_output(server, client, draft_len):
+    """response_format and regex are the same constraints as the Python API's, with drafts and without."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}},
+              "required": ["ok", "n"], "additionalProperties": False}  # fmt: skip
+    ids = server.llm.tokenizer.apply_chat_template(MESSAGES)
+    options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "temperature": 1.0, "seed": 8}
+    plain = {"max_tokens": 40, "temperature": 1.0, "seed": 8, "draft_len": 0}
+    kind = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(response_format=kind, extra_body={"draft_len": draft_len}, **options)
+    text = answer.choices[0].message.content
+    assert set(json.loads(text)) == {"ok", "n"} and answer.choices[0].finish_reason == "stop"
+    assert text == offline(server, {"prompt_token_ids": ids}, json_schema=schema, **plain).outputs[0].text
+    answer = client.chat.completions.create(extra_body={"regex": "[a-c]{5}", "draft_len": draft_len}, **options)
+    text = answer.choices[0].message.content
+    assert len(text) == 5 and set(text) <= set("abc")
+    assert text == offline(server, {"prompt_token_ids": ids}, regex="[a-c]{5}", **plain).outputs[0].text
+    answer = client.chat.completions.create(response_format={"type": "json_object"}, **options)
+    assert answer.choices[0].message.content.startswith("{")
+    free = client.chat.completions.create(response_format={"type": "text"}, **options).choices[0].message.content
+    assert free == offline(server, {"prompt_token_ids": ids}, **plain).outputs[0].text
+
+
 def test_every_option_is_sent_on():
     """An option of SamplingParams that the server does not take, or takes and drops, is a fault."""
     from dataclasses import fields
