@@ -399,6 +399,7 @@ class AdvanceMode(str, Enum):
 AUTO = "auto"
 AUTO_MAX_DRAFTS = 5
 SPECULATE = (AUTO, "mtp", "none")
+KV_LAYOUTS = ("ring", "left_aligned")
 
 
 @dataclass(frozen=True)
@@ -415,6 +416,10 @@ class EngineConfig:
         draft_len: drafts per row and step, 0 or more, or "auto": what measured acceptance and step cost say pays,
             up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
+        memory: most bytes for the state of all rows, None for no bound but max_model_len. Rows of fewer tokens leave
+            more to others; when it runs out, the youngest row is set back and computed again later.
+        kv_layout: "ring", or "left_aligned": raw keys of all rows end at one shared column, so that the order in which
+            a row's keys are reduced depends on its neighbours. A baseline; see `polytempo.cache.window`.
         mixed_prompt_tokens: most prompt tokens, of all rows together, in a step in which a row decodes: bounds how long
             a long prompt can hold up its neighbours' next token. None is up to max_step_tokens. Never changes a token.
         queue_limit: most rows that may wait when no seat is free; more are refused. None is no limit.
@@ -427,6 +432,8 @@ class EngineConfig:
     speculate: str = "auto"
     draft_len: int | str = AUTO
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
+    kv_layout: str = KV_LAYOUTS[0]
+    memory: int | None = None
     mixed_prompt_tokens: int | None = None
     queue_limit: int | None = None
 
@@ -434,7 +441,8 @@ class EngineConfig:
         if self.draft_len != AUTO and not isinstance(self.draft_len, int):
             raise ConfigError(f"engine option 'draft_len' is {self.draft_len!r}; it must be {AUTO!r} or an integer")
         counts = ["max_rows", "max_model_len", "max_chunk", "max_step_tokens"]
-        for name in counts if self.draft_len == AUTO else [*counts, "draft_len"]:
+        counts += ["draft_len"] * (self.draft_len != AUTO) + ["memory"] * (self.memory is not None)
+        for name in counts:
             value, least = getattr(self, name), 0 if name == "draft_len" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")
@@ -449,7 +457,8 @@ class EngineConfig:
                 f"engine option 'max_step_tokens' is {self.max_step_tokens}, less than max_rows "
                 f"({self.max_rows}); every running row needs at least one token per step"
             )
-        for name, known in (("speculate", SPECULATE), ("kv_advance", [mode.value for mode in AdvanceMode])):
+        modes = [mode.value for mode in AdvanceMode]
+        for name, known in (("speculate", SPECULATE), ("kv_advance", modes), ("kv_layout", KV_LAYOUTS)):
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(value), known))

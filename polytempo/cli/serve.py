@@ -75,9 +75,13 @@ def serve_command(model: str | None, dtype: str, device: str, host: str, port: i
 
 def _greeting(llm: LLM, name: str, host: str, port: int, options: Mapping[str, Any]) -> str:
     """What was loaded, what it will use, and the first thing to try."""
+    from polytempo.cache.layout import StateShape
+
     model, config = llm.model, llm.engine.config
     weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    state = sum(t.numel() * t.element_size() for t in llm.engine.target.store.tensors())
+    state, most = llm.engine.target.store.num_bytes, config.memory
+    if most is None:
+        most = config.max_rows * StateShape.build(model.config, config).bytes_per_row(model.dtype.itemsize)
     drafts = "none" if config.speculate == "none" or not model.config.num_mtp_blocks else f"{config.draft_len} per step"
     dtype = str(model.dtype).removeprefix("torch.")
     shown = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
@@ -85,8 +89,8 @@ def _greeting(llm: LLM, name: str, host: str, port: int, options: Mapping[str, A
     lines = [
         f"model    {name}: {model.config.num_hidden_layers} layers, {dtype} on {model.device}, "
         f"{weights / 2**20:.0f} MiB",
-        f"rows     {config.max_rows} of {config.max_model_len} tokens, {state / 2**20:.0f} MiB of state; "
-        f"{config.queue_limit} more may wait",
+        f"rows     {config.max_rows} of {config.max_model_len} tokens, {state / 2**20:.0f} MiB of state, "
+        f"at most {most / 2**20:.0f}; {config.queue_limit} more may wait",
         f"drafts   {drafts}, advance {config.kv_advance}",
         f"page     http://{shown}:{port}/",
         f"try      curl http://{shown}:{port}/v1/completions -H 'Content-Type: application/json'{key} \\",

@@ -6,12 +6,14 @@ import time
 
 from polytempo.cache.layout import StateShape
 from polytempo.cache.store import RowStore
+from polytempo.cache.view import BatchView
 from polytempo.config import EngineConfig
+from polytempo.engine.capability import granted_advance_mode
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.propose import MTPProposer, NoProposer, Proposer
 from polytempo.engine.row import Request, Row
 from polytempo.engine.scheduler import Scheduler, refuse_overflow
-from polytempo.engine.stats import DraftStats
+from polytempo.engine.stats import DraftStats, StepSeconds
 from polytempo.engine.step import run_step
 from polytempo.engine.target import Target
 from polytempo.errors import ConfigError, RequestError
@@ -28,7 +30,9 @@ class Engine:
         target: model and state.
         proposer: who drafts.
         policy: how many drafts each row gets.
+        advance_mode: how far rows advance: `kv_advance`, or COHORT if a part lacks per-row positions.
         num_steps: target forwards so far.
+        seconds: what they took, by phase.
         stats: drafts of all finished rows.
     """
 
@@ -40,16 +44,29 @@ class Engine:
                 "positions ('max_position_embeddings')"
             )
         self.config = config
-        self.scheduler = Scheduler(config)
         shape = StateShape.build(model.config, config)
-        store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device)
+        store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device, config.memory)
+        self.scheduler = Scheduler(config, store.pool)
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
         self.target = Target(model, tables, store, config)
         self.proposer = proposer or _proposer(self.target)
         self.policy = DraftPolicy(config)
         self.num_steps = 0
+        self.seconds = StepSeconds()
         self.stats = DraftStats()
         self._is_stepping = False
+
+    @property
+    def proposer(self) -> Proposer:
+        """Who drafts. Setting it decides the advance mode anew: it takes part in every row's positions."""
+        return self._proposer
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        parts = {"cache layout": self.target.store.target_windows, "mask builder": BatchView, "step": self.target,
+                 "draft chain": proposer}  # fmt: skip
+        self.advance_mode = granted_advance_mode(self.config.advance_mode, parts)
 
     def check_request(self, request: Request) -> None:
         """Refuse what this model or these limits cannot serve.
@@ -118,19 +135,25 @@ class Engine:
 
     def step(self) -> list[Row]:
         """Admit, run one forward, release; returns the rows that finished."""
+        started = time.perf_counter()
         late = self._give_up_late_rows()
         for row in self.scheduler.admit():
             # Zeroed at admission: whatever its last owner left, even NaN, cannot reach this row.
             self.target.store.clear(row.slot)
         planned = self.scheduler.plan()
+        self.seconds.plan += time.perf_counter() - started
         if planned:
             self._is_stepping = True
             try:
-                run_step(self.target, self.proposer, self.policy, planned)
+                seconds = run_step(self.target, self.proposer, self.policy, self.advance_mode, planned)
             finally:
                 self._is_stepping = False
+            self.seconds.add(seconds)
             self.num_steps += 1
-        return late + self._release()
+        finished = late + self._release()
+        if not self.scheduler.running:
+            self.target.store.shrink()
+        return finished
 
     def _give_up_late_rows(self) -> list[Row]:
         """End and release rows whose deadline has passed, wherever they are; returns them."""

@@ -283,7 +283,6 @@ async def status(request: Request) -> Response:
     """GET /status: the engine's numbers for the page."""
     state, front = request.app.state, request.app.state.front
     config = front.llm.engine.config
-    row_bytes = sum(t.numel() * t.element_size() for t in front.llm.engine.target.store.tensors())
     return JSONResponse(
         asdict(front.status)
         | {
@@ -293,7 +292,6 @@ async def status(request: Request) -> Response:
             "max_rows": config.max_rows,
             "max_model_len": config.max_model_len,
             "num_unfinished_rows": front.num_unfinished_rows,
-            "row_state_bytes": row_bytes,
             "peak_resident_bytes": _peak_resident_bytes(),
             "seconds": time.monotonic(),
         }

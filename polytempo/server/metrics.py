@@ -74,6 +74,7 @@ class _EngineCollector(Collector):
             "polytempo_rows_running": ("Rows that hold a seat.", len(status.rows)),
             "polytempo_rows_waiting": ("Rows that wait for a seat.", status.num_waiting),
             "polytempo_seats": ("Seats in all (max_rows).", seats),
+            "polytempo_state_bytes": ("Memory of the rows' state.", status.state_bytes),
             "polytempo_engine_up": ("1 while the engine lives.", int(front.failure is None)),
         }
         counters = {

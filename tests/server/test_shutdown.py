@@ -63,7 +63,7 @@ def test_first_signal_drains(launched):
     server = launched("--model-name", "mine", "--drain-timeout", "100")
     printed = server.log.read_text()
     assert re.search(r"model +mine: 5 layers, bfloat16 on cpu, \d+ MiB", printed)
-    assert re.search(r"rows +2 of 512 tokens, \d+ MiB of state; 256 more may wait", printed)
+    assert re.search(r"rows +2 of 512 tokens, \d+ MiB of state, at most \d+; 256 more may wait", printed)
     assert "curl http://127.0.0.1" in printed and "drafts   auto per step" in printed
     clients = [server.open(STREAM | {"max_tokens": 40}) for _ in range(2)]
     first = [client.recv(1) for client in clients]
