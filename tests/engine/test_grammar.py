@@ -176,3 +176,21 @@ def test_grammar_that_gives_up_fails_its_request_alone(plain):
         llm.engine.step()
     assert rows[0].finish_reason is FinishReason.ERROR and "too many items" in rows[0].error
     assert neighbour[0].text.text == alone and neighbour[0].error is None
+
+
+def test_row_set_back_between_draft_and_verify(plain):
+    """Field case 34: a constrained row that loses its state with drafts pending starts over to the same output."""
+    how = {"regex": "(ab|cd){12}", "temperature": 1.0, "seed": 4, "logprobs": 0}
+    expected = run(plain, **how)
+    llm = tiny_llm(draft_len=3)
+    (row,) = llm.rows_of("abc", SamplingParams(max_tokens=60, **how))
+    llm.engine.add([row])
+    num_set_back = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        if row.drafts and num_set_back < 2 and len(row.output_token_ids) > 5 * (num_set_back + 1):
+            llm.engine.scheduler._set_back_one()
+            num_set_back += 1
+    assert num_set_back == 2 and row.num_set_back == 2
+    assert row.output_token_ids == list(expected.token_ids) and row.text.text == expected.text
+    assert expected.finish_reason is FinishReason.STOP and row.finish_reason is FinishReason.STOP

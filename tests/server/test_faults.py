@@ -212,3 +212,24 @@ def test_request_ids_and_logs(server, caplog):
     with running(tiny_llm(), logs_prompts=True) as other:
         other.post(COMPLETIONS, SHORT | {"prompt": "sesame"})
     assert "sesame" in caplog.text
+
+
+def test_memory_that_runs_out_sets_rows_back():
+    """Rows that lose their state while they stream start over behind the scenes: the stream goes on, and is right."""
+    llm = tiny_llm()
+    gate = Gate(llm)
+    gate.shut()
+    with running(llm) as server:
+        events = []
+        thread = threading.Thread(target=lambda: events.extend(server.events(COMPLETIONS, SHORT)))
+        thread.start()
+        wait_until(lambda: llm.engine.has_work, "it is queued")
+        for _ in range(3):
+            gate.let(2)
+            server.front._thread.call(llm.engine.scheduler._set_back_one).result(SOON)
+        (row,) = llm.engine.scheduler.waiting
+        assert row.num_set_back == 3 and row.output_token_ids
+        gate.open()
+        thread.join()
+        server.wait_idle()
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == answer_alone()
