@@ -43,7 +43,11 @@ def test_output_is_in_the_language_and_equals_that_without_drafts(plain, constra
             how = {**constraint, "temperature": temperature, "seed": seed, "logprobs": 0}
             expected = run(plain, **how)
             assert answer(run(llm, **how, draft_len=3)) == answer(expected)
-            assert expected.error is None
+            assert expected.error is None and expected.token_ids
+            (fresh,) = plain.rows_of("abc", SamplingParams(**constraint))
+            for place, token_id in enumerate(expected.token_ids):
+                mask = fresh.grammar.mask_after(expected.token_ids[:place])
+                assert mask[token_id // 8] >> token_id % 8 & 1, "a token that the grammar forbids"
             if expected.finish_reason is FinishReason.STOP:
                 reached_end += 1
                 assert expected.token_ids[-1] == 257

@@ -118,7 +118,7 @@ def test_mixed_steps_are_short_and_change_nothing():
     planned = []
     plan = llm.engine.scheduler.plan
     llm.engine.scheduler.plan = lambda: planned.append(plan()) or planned[-1]
-    rows = [llm.rows_of(list(prompt_of(length)), GREEDY)[0] for length in (9, 126, 50)]
+    rows = [llm.rows_of(list(prompt_of(length)), GREEDY)[0] for length in (30, 126, 50)]
     llm.engine.add(rows[:1])
     llm.engine.step()
     llm.engine.add(rows[1:2])
@@ -130,8 +130,8 @@ def test_mixed_steps_are_short_and_change_nothing():
         prompt = sum(len(item.segment.token_ids) for item in items if _is_prompt(item))
         sums.append((any(not _is_prompt(item) for item in items), prompt))
     mixed = [count for decodes, count in sums if decodes and count]
-    assert len(mixed) >= 10 and max(mixed) == 10
-    for row, length in zip(rows, (9, 126, 50), strict=True):
+    assert sums[0] == (False, 30) and len(mixed) >= 10 and max(mixed) == 10
+    for row, length in zip(rows, (30, 126, 50), strict=True):
         assert row.output_token_ids == oracle(model_of(), prompt_of(length), GREEDY).output_token_ids
 
 
