@@ -1,6 +1,6 @@
 """Prometheus metrics: counters and latencies of requests, and the engine's own numbers at the moment of a scrape.
 
-All of one app, in a registry of its own. README of each metric is its help text.
+All of one app, in a collector registry of its own.
 """
 
 from __future__ import annotations
