@@ -418,6 +418,8 @@ class EngineConfig:
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
         memory: most bytes for the state of all rows, None for no bound but max_model_len. Rows of fewer tokens leave
             more to others; when it runs out, the youngest row is set back and computed again later.
+        prefix_cache: most bytes for snapshots of rows' state, from which later rows with the same first tokens start; 0
+            keeps none. Never changes a token.
         kv_layout: "ring", or "left_aligned": raw keys of all rows end at one shared column, so that the order in which
             a row's keys are reduced depends on its neighbours. A baseline; see `polytempo.cache.window`.
         mixed_prompt_tokens: most prompt tokens, of all rows together, in a step in which a row decodes: bounds how long
@@ -434,6 +436,7 @@ class EngineConfig:
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
     kv_layout: str = KV_LAYOUTS[0]
     memory: int | None = None
+    prefix_cache: int = 0
     mixed_prompt_tokens: int | None = None
     queue_limit: int | None = None
 
@@ -446,6 +449,12 @@ class EngineConfig:
             value, least = getattr(self, name), 0 if name == "draft_len" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")
+        if not isinstance(self.prefix_cache, int) or isinstance(self.prefix_cache, bool) or self.prefix_cache < 0:
+            raise ConfigError(
+                f"engine option 'prefix_cache' is {self.prefix_cache!r}; it must be a number of bytes, or 0"
+            )
+        if self.prefix_cache and self.kv_layout != "ring":
+            raise ConfigError(f"engine option 'prefix_cache' needs kv_layout 'ring', not {self.kv_layout!r}")
         for name, least in (("mixed_prompt_tokens", 1), ("queue_limit", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):

@@ -384,6 +384,7 @@ class RequestOutput:
         prompt: the text prompt, None if token ids were submitted.
         prompt_logprobs: one entry per prompt token, the first None, or None if they were not asked for.
         outputs: the n choices in order of index.
+        num_cached_tokens: prompt tokens that the first choice did not compute, because their state was known.
     """
 
     request_id: str
@@ -393,6 +394,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     timings: RequestTimings
+    num_cached_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

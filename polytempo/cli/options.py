@@ -18,7 +18,7 @@ Command = Callable[..., Any]
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINE_OPTIONS = (
     "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
-    "memory", "queue_limit", "mixed_prompt_tokens",
+    "memory", "prefix_cache", "queue_limit", "mixed_prompt_tokens",
 )  # fmt: skip
 
 
@@ -103,6 +103,7 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
                 help="Rows advance each by their own count, or all by the least [default: per_sequence].",
             ),
             click.option("--memory", type=Size(), help="Most for all rows' state, such as 2GiB [default: no bound]."),
+            click.option("--prefix-cache", type=Size(), help="Most for state kept to be reused [default: 0, off]."),
             click.option(
                 "--kv-layout",
                 type=click.Choice(("ring", "left_aligned")),

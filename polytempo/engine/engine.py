@@ -10,6 +10,7 @@ from polytempo.cache.view import BatchView
 from polytempo.config import EngineConfig
 from polytempo.engine.capability import granted_advance_mode
 from polytempo.engine.draft_length import DraftPolicy
+from polytempo.engine.prefix import PrefixCache
 from polytempo.engine.propose import MTPProposer, NoProposer, Proposer
 from polytempo.engine.row import Request, Row
 from polytempo.engine.scheduler import Scheduler, refuse_overflow
@@ -48,7 +49,8 @@ class Engine:
         store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device, config.memory)
         self.scheduler = Scheduler(config, store.pool)
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
-        self.target = Target(model, tables, store, config)
+        prefix_cache = PrefixCache(store, config.prefix_cache) if config.prefix_cache else None
+        self.target = Target(model, tables, store, config, prefix_cache)
         self.proposer = proposer or _proposer(self.target)
         self.policy = DraftPolicy(config)
         self.num_steps = 0
@@ -140,6 +142,7 @@ class Engine:
         for row in self.scheduler.admit():
             # Zeroed at admission: whatever its last owner left, even NaN, cannot reach this row.
             self.target.store.clear(row.slot)
+            self._reuse_prefix(row)
         planned = self.scheduler.plan()
         self.seconds.plan += time.perf_counter() - started
         if planned:
@@ -154,6 +157,13 @@ class Engine:
         if not self.scheduler.running:
             self.target.store.shrink()
         return finished
+
+    def _reuse_prefix(self, row: Row) -> None:
+        """Start from the longest prefix whose state is known, if any."""
+        if self.target.prefix_cache is not None:
+            streams = self.target.prefix_cache.restore(row)
+            if streams is not None:
+                self.proposer.resume(row, streams)
 
     def _give_up_late_rows(self) -> list[Row]:
         """End and release rows whose deadline has passed, wherever they are; returns them."""

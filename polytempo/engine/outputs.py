@@ -60,6 +60,7 @@ def request_output(rows: Sequence[Row], decode: Callable[[int], str] | None) -> 
         prompt_logprobs=prompt_logprobs,
         outputs=[completion_output(row, decode) for row in rows],
         finished=all(row.is_finished for row in rows),
+        num_cached_tokens=rows[0].num_cached,
         timings=RequestTimings(request.arrival, request.first_token, request.finished),
     )
 

@@ -51,6 +51,9 @@ class Proposer(Protocol):
             draft_lens: most drafts to make for each row; 0 for rows that are still in their prompt.
         """
 
+    def resume(self, row: Row, streams: Tensor) -> None:
+        """Take up a row whose state was restored up to kv_len; `streams` [1, hc, D] are of position kv_len − 1."""
+
 
 class NoProposer:
     """Plain decoding."""
@@ -59,6 +62,9 @@ class NoProposer:
 
     def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
         """Leave every row without drafts."""
+
+    def resume(self, row: Row, streams: Tensor) -> None:
+        """Nothing to take up."""
 
 
 class ScriptedProposer:
@@ -77,6 +83,9 @@ class ScriptedProposer:
         """Ask the script."""
         for item, draft_len in zip(rows, draft_lens, strict=True):
             item.row.drafts = list(self.script(item.row, draft_len))[:draft_len] if draft_len else []
+
+    def resume(self, row: Row, streams: Tensor) -> None:
+        """A script has no state."""
 
 
 class MTPProposer:
@@ -112,6 +121,13 @@ class MTPProposer:
             if not chain:
                 return
 
+    @torch.inference_mode()
+    def resume(self, row: Row, streams: Tensor) -> None:
+        """Write the key of the one pair that a snapshot could not hold, since its token comes after the boundary."""
+        segment = Segment(row.slot, row.kv_len - 1, row.tokens(row.kv_len, row.kv_len + 1))
+        target = self.target
+        mtp_write(target.model, target.tables, target.store, target.store.mtp_view([segment]), streams)
+
     def _write_committed(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
         """Write keys of all newly committed pairs but those that the whole block is about to write."""
         segments, token_idx = [], []
@@ -122,6 +138,9 @@ class MTPProposer:
             # The earliest draft comes after the prompt's last token but one, when a chunk ends just before the last:
             # it is made from the pair at prompt length - 2, and looks back one window from there.
             start = max(item.start, len(row.request.prompt_token_ids) - 1 - window)
+            if self.target.prefix_cache is not None:
+                # Rows that start from a snapshot in the middle of this prompt may draft there.
+                start = item.start
             if start >= end:
                 continue
             segments.append(Segment(row.slot, start, row.tokens(start + 1, end + 1)))

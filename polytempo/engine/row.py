@@ -69,6 +69,7 @@ class Row:
         finish_reason: None while it runs.
         stop_reason: the stop string or id that ended it.
         error: what failed, if finish_reason is ERROR; why it was given up, if ABORT.
+        num_cached: prompt tokens whose state came from the prefix cache when it was first seated.
         num_set_back: how often it lost its seat to memory and started over.
         stats: its drafts and what became of them.
         grammar: what the request's grammar allows next, None without one.
@@ -85,6 +86,7 @@ class Row:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    num_cached: int = 0
     num_set_back: int = 0
     stats: DraftStats = field(default_factory=DraftStats)
     grammar: GrammarState | None = None

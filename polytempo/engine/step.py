@@ -74,6 +74,9 @@ def run_step(
     draft_lens = policy.lengths([item.row for item in going_on])
     proposer.propose(going_on, streams, draft_lens)
     proposed = time.perf_counter()
+    if target.prefix_cache is not None:
+        for item in going_on:
+            target.prefix_cache.keep(item.row, item.start, streams[item.token_idx :])
     if len(verifying) == len(planned):
         policy.verify_cost.record(view.num_tokens, verified - started)
         if any(draft_lens):

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from polytempo.cache.store import RowStore
 from polytempo.config import EngineConfig
+from polytempo.engine.prefix import PrefixCache
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.rope import RopeTables
 
@@ -16,6 +17,7 @@ class Target:
     """The full model whose output we promise, on the state that its rows share.
 
     Attributes:
+        prefix_cache: snapshots for later rows with the same first tokens, None if none are kept.
         per_row_positions: every row of a forward has its own position, length and draft count.
     """
 
@@ -24,3 +26,4 @@ class Target:
     tables: RopeTables
     store: RowStore
     config: EngineConfig
+    prefix_cache: PrefixCache | None = None

@@ -23,7 +23,7 @@ def usage(groups: Sequence[Sequence[Row]], drops_output: bool = False) -> dict[s
         drops_output: the output is not delivered (echo with max_tokens 0).
 
     Returns:
-        The object; draft counts are ours, `cached_tokens` is 0 as no prompt is reused.
+        The object; draft counts are ours. `cached_tokens` are those that each prompt's first choice did not compute.
     """
     rows = [row for group in groups for row in group]
     prompt = sum(len(group[0].request.prompt_token_ids) for group in groups)
@@ -32,7 +32,7 @@ def usage(groups: Sequence[Sequence[Row]], drops_output: bool = False) -> dict[s
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": sum(group[0].num_cached for group in groups)},
         "completion_tokens_details": {
             "drafted_tokens": sum(row.stats.num_drafted for row in rows),
             "accepted_draft_tokens": sum(row.stats.num_accepted for row in rows),

@@ -120,3 +120,17 @@ def test_echo_with_logprobs(server, logprobs, max_tokens):
     assert {name: [v for c in columns if c for v in c[name]] for name in written} == written
     plain = server.post(COMPLETIONS, body | {"logprobs": None, "stream": False})[1]["choices"][0]
     assert plain["text"] == choice["text"] and plain["logprobs"] is None
+
+
+@pytest.mark.parametrize("speculate", ["mtp", "none"])
+def test_cached_tokens(speculate):
+    """Field case 49: a prompt that comes again is partly known, the answer the same, and prompt_tokens unchanged."""
+    from server_support import running, tiny_llm
+
+    body = {"prompt": "x" * 200, "max_tokens": 6, "temperature": 0.7, "seed": 2}
+    with running(tiny_llm(speculate=speculate, prefix_cache=2**26)) as server:
+        first, second = (server.post(COMPLETIONS, body)[1] for _ in range(2))
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    assert second["choices"] == first["choices"]
+    assert second["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"] == 201

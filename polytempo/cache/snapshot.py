@@ -1,0 +1,124 @@
+"""Copies of a row's state at fixed boundaries, from which another row with the same tokens can start.
+
+At a boundary P, a multiple of SPAN, no span of any ratio is open. What a row needs from before P is then: the raw keys
+of the last window, the compressor inputs of the last ratio-4 span (the next entry overlaps it), all entries, and the
+target's streams of position P − 1, from which the MTP block's key of that position is made once the next token is
+known. Entries are kept once per span, so that boundaries of one prompt share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polytempo.cache.layout import BLOCK, OVERLAP_RATIO
+from polytempo.cache.store import LayerState, RowStore
+
+SPAN = 128
+"""Tokens between boundaries: the largest ratio, so that no entry is unfinished at one."""
+
+
+@dataclass(frozen=True)
+class LayerSnapshot:
+    """One layer at a boundary P.
+
+    Attributes:
+        window: [min(window − 1, P), head_dim], raw keys of the positions up to P − 1.
+        inputs: per compressor with overlap, its kv and gate of the last span, [ratio, width] each.
+        entries: per compressor, those of the span before P, [SPAN / ratio, width].
+    """
+
+    window: Tensor
+    inputs: tuple[Tensor, ...]
+    entries: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A row at boundary P, entries before P − SPAN apart.
+
+    Attributes:
+        layers: decoder layers, then MTP blocks.
+        streams: [1, hc, D], the target's last-layer streams of position P − 1.
+    """
+
+    layers: tuple[LayerSnapshot, ...]
+    streams: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        parts = (tensor for layer in self.layers for tensor in (layer.window, *layer.inputs, *layer.entries))
+        return self.streams.nbytes + sum(tensor.nbytes for tensor in parts)
+
+
+@torch.inference_mode()
+def take_snapshot(store: RowStore, slot: int, boundary: int, streams: Tensor) -> Snapshot:
+    """Copy a slot's state at a boundary.
+
+    Args:
+        store: layout `ring`; the slot holds at least `boundary` tokens and at most a chunk more, so that nothing that
+            is copied was overwritten.
+        slot: whose state.
+        boundary: a multiple of SPAN, at least SPAN.
+        streams: [hc, D], the target's of position boundary − 1.
+
+    Returns:
+        The snapshot; it shares no memory with the store.
+    """
+    layers = (*store.layers, *store.mtp)
+    return Snapshot(tuple(_layer_snapshot(store, layer, slot, boundary) for layer in layers), streams[None].clone())
+
+
+def _layer_snapshot(store: RowStore, layer: LayerState, slot: int, boundary: int) -> LayerSnapshot:
+    oldest = max(0, boundary - store.target_windows.window + 1)
+    window = layer.window[slot, _ring_cells(oldest, boundary, layer.window)]
+    inputs: list[Tensor] = []
+    entries = []
+    ratio = layer.shape.ratio
+    for state in layer.pooled:
+        if ratio == OVERLAP_RATIO:
+            cells = _ring_cells(boundary - ratio, boundary, state.kv)
+            inputs += [state.kv[slot, cells], state.gate[slot, cells]]
+        entry_ids = torch.arange((boundary - SPAN) // ratio, boundary // ratio)
+        entries.append(state.entries[_blocks(store, slot, ratio, entry_ids), entry_ids % BLOCK])
+    return LayerSnapshot(window, tuple(inputs), tuple(entries))
+
+
+@torch.inference_mode()
+def restore_snapshot(store: RowStore, slot: int, chain: Sequence[Snapshot]) -> None:
+    """Give a cleared slot the state at the boundary of the chain's last snapshot.
+
+    Args:
+        store: layout `ring`.
+        slot: cleared; its blocks are reserved here.
+        chain: snapshots at SPAN, 2 · SPAN, … of one prompt.
+
+    Raises:
+        CapacityError: there are not enough blocks.
+    """
+    boundary = len(chain) * SPAN
+    store.pool.reserve(slot, boundary)
+    store.fit()
+    for place, layer in enumerate((*store.layers, *store.mtp)):
+        last = chain[-1].layers[place]
+        layer.window[slot, _ring_cells(boundary - last.window.shape[0], boundary, layer.window)] = last.window
+        ratio = layer.shape.ratio
+        for number, state in enumerate(layer.pooled):
+            if ratio == OVERLAP_RATIO:
+                cells = _ring_cells(boundary - ratio, boundary, state.kv)
+                state.kv[slot, cells], state.gate[slot, cells] = last.inputs[2 * number : 2 * number + 2]
+            entry_ids = torch.arange(boundary // ratio)
+            entries = torch.cat([snapshot.layers[place].entries[number] for snapshot in chain])
+            state.entries[_blocks(store, slot, ratio, entry_ids), entry_ids % BLOCK] = entries
+
+
+def _ring_cells(start: int, end: int, ring: Tensor) -> Tensor:
+    return torch.arange(start, end, device=ring.device) % ring.shape[1]
+
+
+def _blocks(store: RowStore, slot: int, ratio: int, entry_ids: Tensor) -> Tensor:
+    return torch.from_numpy(store.pool.ratios[ratio].table[slot])[entry_ids // BLOCK]
