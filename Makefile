@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long exactness mutants invariance lint train-demo clean
+.PHONY: help demo test test-long exactness mutants invariance soak lint train-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,10 @@ mutants: $(READY)  ## break one line at a time; the tests must notice
 
 invariance: $(READY)  ## probe whether rows depend on their neighbours, on this machine
 	$(BIN)/python -m polytempo.invariance $(ARGS)
+
+SECONDS ?= 600
+soak: $(READY)  ## ten minutes of clients that come, vanish and send nonsense; SECONDS=60 is shorter
+	SECONDS_TO_RUN=$(SECONDS) $(BIN)/python tests/server/soak.py $(ARGS)
 
 lint: $(READY)  ## style checks
 	$(BIN)/ruff check .

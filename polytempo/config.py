@@ -450,7 +450,9 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")
         if not isinstance(self.prefix_cache, int) or isinstance(self.prefix_cache, bool) or self.prefix_cache < 0:
-            raise ConfigError(f"engine option 'prefix_cache' is {self.prefix_cache!r}; it must be bytes, 0 for none")
+            raise ConfigError(
+                f"engine option 'prefix_cache' is {self.prefix_cache!r}; it must be a number of bytes, or 0"
+            )
         if self.prefix_cache and self.kv_layout != "ring":
             raise ConfigError(f"engine option 'prefix_cache' needs kv_layout 'ring', not {self.kv_layout!r}")
         for name, least in (("mixed_prompt_tokens", 1), ("queue_limit", 0)):

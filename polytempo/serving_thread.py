@@ -96,6 +96,7 @@ class EngineStatus:
         num_verifies: of finished rows, steps that fed a last token.
         num_drafted: of finished rows, drafts verified.
         num_accepted: of finished rows, drafts accepted.
+        state_bytes: memory of the rows' state.
     """
 
     rows: tuple[RowStatus, ...] = ()
@@ -105,6 +106,7 @@ class EngineStatus:
     num_verifies: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    state_bytes: int = 0
 
 
 def row_status(row: Row) -> RowStatus:
@@ -150,13 +152,13 @@ class EngineThread:
             report: called in the thread after a step with (owner, deltas) pairs.
             fail: called in the thread, once, if a step raises; the thread ends.
         """
-        self.status = EngineStatus()
-        self.step_started: float | None = None
         self._engine, self._report, self._fail = engine, report, fail
+        self.step_started: float | None = None
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._tracked: list[Tracked] = []
         self._num_output_tokens = 0
         self._is_stopping = False
+        self.status = self._look()
         # A daemon: a hung step cannot be interrupted, and must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="polytempo-engine", daemon=True)
 
@@ -268,4 +270,5 @@ class EngineThread:
             num_verifies=stats.num_verifies,
             num_drafted=stats.num_drafted,
             num_accepted=stats.num_accepted,
+            state_bytes=self._engine.target.store.num_bytes,
         )

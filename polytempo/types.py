@@ -325,7 +325,7 @@ class CompletionOutput:
         cumulative_logprob: sum of the chosen tokens' logprobs, or None.
         finish_reason: None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for EOS and other reasons.
-        error: what failed, if finish_reason is "error".
+        error: what failed, if finish_reason is "error"; why it was given up, if a deadline ended it.
         num_verifies: target forwards that fed its last token, with or without drafts.
         num_drafted: drafts verified, counted before a stop trims the accepted run.
         num_accepted: of them, accepted.

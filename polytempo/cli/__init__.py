@@ -10,6 +10,7 @@ from polytempo.cli.chat import chat_command
 from polytempo.cli.checkpoints import export_command, inspect_command
 from polytempo.cli.generate import generate_command
 from polytempo.cli.options import model_options, open_llm
+from polytempo.cli.serve import serve_command
 from polytempo.errors import InvariantError, PolytempoError
 
 __all__ = ["cli", "main"]
@@ -62,6 +63,7 @@ def cli(debug: bool) -> None:
       polytempo bench -b 1,8 --draft-lens 0,2
       polytempo chat --model path/to/checkpoint
       polytempo inspect path/to/checkpoint --rows 8 --context 4096
+      polytempo serve --port 8000
     """
 
 
@@ -81,7 +83,7 @@ def demo(ctx: click.Context, model: str | None, dtype: str, device: str, rows: i
         ctx.exit(1)
 
 
-for _command in (generate_command, chat_command, inspect_command, export_command, bench_command):
+for _command in (generate_command, chat_command, inspect_command, export_command, bench_command, serve_command):
     cli.add_command(_command)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from polytempo.cli.options import DTYPES
+
+if TYPE_CHECKING:
+    from polytempo.bench.load import Load
 
 
 class _List(click.ParamType):
@@ -61,19 +64,32 @@ class _List(click.ParamType):
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs; the median counts.")
 @click.option("--threads", default="", type=_List(), help="Torch threads [default: as torch chooses].")
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
+@click.option("--server", metavar="URL", help="Measure a running server instead: latencies as clients see them.")
+@click.option("--clients", default=8, show_default=True, type=click.IntRange(1), help="With --server: at once.")
+@click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="With --server: in all.")
+@click.option("--api-key", envvar="POLYTEMPO_API_KEY", help="With --server: its key.")
 @click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Write bench.json and plots here.")
-def bench_command(out_dir: Path | None, **options: object) -> None:
+def bench_command(out_dir: Path | None, server: str | None, clients: int, requests: int, api_key: str | None,
+                  **options: object) -> None:  # fmt: skip
     """Measure decode throughput; every mode decodes the same prompts, and their tokens must be equal.
 
     Options that take a list are crossed with one another. Only steps in which every row decodes are timed. Tokens of
     left_aligned are compared too, but may differ: its order of reduction depends on the batch. The last line of
-    output is JSON.
+    output is JSON. With --server URL, instead send streaming requests to an OpenAI-compatible server and report TTFT,
+    TPOT and the longest gaps.
 
     \b
     Examples:
       polytempo bench -b 1,8,32,128 --draft-lens 0,1,2,3,auto --repeat 3 --out results
       polytempo bench -b 1,128 --draft-lens 3 --kv-advance per_sequence,cohort --scripted-acceptance 0.8
+      polytempo bench --server http://127.0.0.1:8000 --clients 8
     """  # noqa: D301
+    if server is not None:
+        from polytempo.bench.load import Load
+
+        _measure_server(Load(server, requests, clients, options["prompt_lens"], options["max_tokens"],
+                             options["seed"], api_key), out_dir)  # fmt: skip
+        return
     from polytempo.bench.report import disagreements, plot, summary, table, to_json
     from polytempo.bench.suite import Suite, run_suite
 
@@ -90,3 +106,17 @@ def bench_command(out_dir: Path | None, **options: object) -> None:
     click.echo(json.dumps({"same_tokens": not wrong, "results": [summary(m) for m in measurements]}))
     if wrong:
         raise SystemExit(1)
+
+
+def _measure_server(load: Load, out_dir: Path | None) -> None:
+    from polytempo.bench.load import load_table, plot_load, run_load
+
+    result = run_load(load)
+    click.echo(load_table(result))
+    if out_dir is not None:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        plot_load(result, out_dir / "latency.png")
+        (out_dir / "bench.json").write_text(json.dumps(result) + "\n")
+        click.echo(f"wrote {out_dir / 'latency.png'} and {out_dir / 'bench.json'}")
+    del result["requests"]
+    click.echo(json.dumps(result))

@@ -18,7 +18,7 @@ Command = Callable[..., Any]
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINE_OPTIONS = (
     "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
-    "memory", "prefix_cache",
+    "memory", "prefix_cache", "queue_limit", "mixed_prompt_tokens",
 )  # fmt: skip
 
 
@@ -133,6 +133,10 @@ _SAMPLING: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--logit-bias",), {"multiple": True, "type": _Bias(), "help": "Add to a token's logit; repeatable."}),
     (("allowed_token_ids", "--allowed-token-id"), {"multiple": True, "type": int, "help": "Draw only these."}),
     (("bad_words", "--bad-word"), {"multiple": True, "metavar": "TEXT", "help": "Never complete this; repeatable."}),
+    (("--regex",), {"metavar": "REGEX", "help": "The whole output must match this."}),
+    (("--grammar",), {"metavar": "LARK", "help": "The output must be a sentence of this grammar."}),
+    (("--json-schema",), {"metavar": "JSON", "help": "The output must be JSON of this schema."}),
+    (("--json-object",), {"is_flag": True, "help": "The output must be a JSON object."}),
 )  # fmt: skip
 _REPORTING: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--logprobs",), {"type": int, "help": "Log-probabilities: the chosen token's and so many of the top."}),

@@ -95,8 +95,8 @@ class Engine:
         for position, token_id in enumerate(prompt):
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"request {request.request_id!r} has token id {token_id} at position {position}; the model's "
-                    f"vocabulary has ids 0..{vocab_size - 1}",
+                    f"request {request.request_id!r} has token id {token_id} at position {position} of its prompt; the "
+                    f"model's vocabulary has ids 0..{vocab_size - 1}",
                     param="prompt",
                 )
         request.params.validate_for_vocab(vocab_size)

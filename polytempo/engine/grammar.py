@@ -45,7 +45,8 @@ class GrammarState:
 
         Returns:
             Bit i % 8 of byte i // 8 for token i; no bit set if the library gave up (`error` says why). None if the
-            grammar forbids one of the drafts: verification rejects that one, so this position is never reached.
+            grammar forbids one of the drafts, which verification then rejects, or if one is EOS, which ends the row:
+            this position is never reached.
         """
         tokens = [*output_token_ids, *drafts]
         self._go_back(tokens)

@@ -115,6 +115,8 @@ def _verify(
                 _start_over(target, item.row)
                 continue
             reason = failures[start + verdict.failed_at]
+            if item.row.grammar is not None and item.row.grammar.error:
+                reason = f"the grammar cannot be followed any further: {item.row.grammar.error}"
             item.row.finish(FinishReason.ERROR, error=f"position {item.row.num_tokens}: {reason}")
 
 

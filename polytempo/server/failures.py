@@ -101,7 +101,8 @@ def _first_fault(error: ValidationError, model: type[BaseModel]) -> Failure:
     fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
     name = field_name(fault["loc"], model.model_fields)
     if fault["type"] == "extra_forbidden":
-        return Failure(400, f"{name} is not a field that this server knows or supports", param=name, code="unknown_field")
+        message = f"{name} is not a field that this server knows or supports"
+        return Failure(400, message, param=name, code="unknown_field")
     if fault["type"] == "missing":
         return Failure(400, f"{name} is required", param=name)
     return Failure(400, f"{name}: {fault['msg']}", param=name or None)
