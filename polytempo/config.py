@@ -1,8 +1,9 @@
-"""Model and engine configuration: frozen, validated, torch-free. The only reader of config.json."""
+"""Model and engine configuration: frozen, validated, torch-free. The only reader of config.json and environment."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -397,6 +398,7 @@ class AdvanceMode(str, Enum):
 
 
 AUTO = "auto"
+KERNELS = (AUTO, "native", "torch")
 AUTO_MAX_DRAFTS = 5
 SPECULATE = (AUTO, "mtp", "none")
 
@@ -415,6 +417,8 @@ class EngineConfig:
         draft_len: drafts per row and step, 0 or more, or "auto": what measured acceptance and step cost say pays,
             up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
+        kernels: "native" runs the forward in C++ kernels and refuses where they cannot be built, "torch" does not,
+            "auto" leaves it to the model, which does if it can.
     """
 
     max_rows: int = 32
@@ -424,6 +428,7 @@ class EngineConfig:
     speculate: str = "auto"
     draft_len: int | str = AUTO
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
+    kernels: str = AUTO
 
     def __post_init__(self) -> None:
         if self.draft_len != AUTO and not isinstance(self.draft_len, int):
@@ -438,7 +443,8 @@ class EngineConfig:
                 f"engine option 'max_step_tokens' is {self.max_step_tokens}, less than max_rows "
                 f"({self.max_rows}); every running row needs at least one token per step"
             )
-        for name, known in (("speculate", SPECULATE), ("kv_advance", [mode.value for mode in AdvanceMode])):
+        modes = [mode.value for mode in AdvanceMode]
+        for name, known in (("speculate", SPECULATE), ("kv_advance", modes), ("kernels", KERNELS)):
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(value), known))
@@ -476,3 +482,9 @@ class EngineConfig:
             if name not in known:
                 raise ConfigError(unknown_option("engine option", name, known))
         return cls(**{name: value for name, value in options.items() if value is not None})
+
+
+def cache_dir() -> Path:
+    """Where built kernels are kept: $XDG_CACHE_HOME/polytempo, by default ~/.cache/polytempo."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "polytempo"

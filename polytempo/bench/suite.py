@@ -30,6 +30,7 @@ class Suite:
     repeat: int = 1
     threads: int | None = None
     seed: int = 0
+    kernels: str = "auto"
 
     def modes(self) -> list[Mode]:
         """Every draft length per sequence, then by cohort if asked; no drafts first, as the reference."""
@@ -64,7 +65,7 @@ def run_suite(suite: Suite) -> list[Measurement]:
                 for _ in range(suite.repeat):
                     llm = LLM.from_model(
                         base.model, base.tokenizer, max_rows=batch, max_model_len=limit, speculate=mode.speculate,
-                        draft_len=mode.draft_len, kv_advance=mode.kv_advance,
+                        draft_len=mode.draft_len, kv_advance=mode.kv_advance, kernels=suite.kernels,
                         max_step_tokens=max(1024, batch * (mode.draft_len + 1)),
                     )  # fmt: skip
                     scripted = None

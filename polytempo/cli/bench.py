@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from polytempo.config import KERNELS
+
 
 def _integers(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
     try:
@@ -29,6 +31,7 @@ def _integers(ctx: click.Context, param: click.Parameter, value: str) -> list[in
 @click.option("--scripted-acceptance", type=click.FloatRange(0, 1), help="Drafts right with this probability.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs; the median counts.")
 @click.option("--threads", type=click.IntRange(1), help="Torch threads.")
+@click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="C++ or torch.")
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
 @click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Write bench.json and plots here.")
 def bench_command(out_dir: Path | None, **options: object) -> None:

@@ -6,7 +6,7 @@ import time
 
 from polytempo.cache.layout import StateShape
 from polytempo.cache.store import RowStore
-from polytempo.config import EngineConfig
+from polytempo.config import AUTO, EngineConfig
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.propose import MTPProposer, NoProposer, Proposer
 from polytempo.engine.row import Request, Row
@@ -44,7 +44,8 @@ class Engine:
         shape = StateShape.build(model.config, config)
         store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device)
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
-        self.target = Target(model, tables, store, config)
+        chosen = model if config.kernels == AUTO else model.with_kernels(config.kernels)
+        self.target = Target(chosen, tables, store, config)
         self.proposer = proposer or _proposer(self.target)
         self.policy = DraftPolicy(config)
         self.num_steps = 0

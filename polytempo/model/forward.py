@@ -26,6 +26,8 @@ def target_forward(model: DeepseekV4, tables: RopeTables, store: RowStore, view:
     Returns:
         Last-layer streams [T, hc, D] before hc_head, in the model dtype.
     """
+    if model.native is not None:
+        return model.native.target(tables, store, view)
     streams = model.embed_streams(view.token_ids)
     for layer, state in zip(model.layers, store.layers, strict=True):
         streams = layer(streams, view.token_ids, CachedAttention(state, view, tables))
@@ -48,6 +50,8 @@ def mtp_forward(
     Returns:
         The block's output streams [T, hc, D]: the next draft's input, and `model.mtp_logits` gives its logits.
     """
+    if model.native is not None:
+        return model.native.mtp_block(tables, store, view, streams)
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
     return block(inputs, view.token_ids, CachedAttention(store.mtp[0], view, tables))
@@ -66,6 +70,9 @@ def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: Batc
         view: positions are the pairs' p; token_ids are the tokens of p + 1.
         streams: [T, hc, D], the target's at the same positions.
     """
+    if model.native is not None:
+        model.native.mtp_keys(tables, store, view, streams)
+        return
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
     x = block.attn_norm(collapse(inputs, block.hc_attn(inputs).pre))

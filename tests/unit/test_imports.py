@@ -11,8 +11,8 @@ import polytempo
 
 ROOT = Path(polytempo.__file__).parent
 # A module may import from its own part and from parts before it, never from one beside it.
-ORDER = (("errors",), ("types", "config"), ("tokenizer", "cache"), ("model",), ("checkpoint", "engine"), ("llm",),
-         ("demo", "invariance", "bench"), ("cli",))  # fmt: skip
+ORDER = (("errors",), ("types", "config"), ("tokenizer", "cache", "kernels"), ("model",), ("checkpoint", "engine"),
+         ("llm",), ("demo", "invariance", "bench"), ("cli",))  # fmt: skip
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 NO_TORCH = ("errors.py", "types.py", "config.py", "tokenizer.py", "cache/layout.py", "engine/row.py",
             "engine/scheduler.py")  # fmt: skip
