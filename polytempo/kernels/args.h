@@ -1,5 +1,5 @@
 // What crosses the C boundary. Every field is 8 bytes wide, so that kernels/structs.py can mirror the order alone;
-// pt_struct_sizes lets it check that it does.
+// pt_struct_size lets it check that it does.
 #pragma once
 
 #include <cstdint>

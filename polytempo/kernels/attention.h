@@ -7,7 +7,6 @@
 namespace pt {
 
 constexpr long HEADS_PER_PASS = 4;
-constexpr long CHANNELS_PER_PASS = 4;  // vectors of 16
 
 template <class T>
 struct AttentionBuffers {
@@ -121,17 +120,12 @@ inline long list_keys(const PtLayer& layer, const PtState& state, int64_t slot, 
 template <class T, int R>
 inline void score_keys(const T* const* q, const T* const* keys, long first, long last, long dim, float scale,
                        float* const* scores) {
-    float out[R][4];
     long j = first;
     for (; j + 4 <= last; j += 4) {
-        dots<T, R, 4>(q, keys + j, dim, out);
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < 4; i++) scores[r][j + i] = out[r][i] * scale;
+        for (long next = j + 8; next < std::min(j + 12, last); next++) prefetch(keys[next], dim * sizeof(T));
+        store_rows<R, 4>(scores, j, dots<T, R, 4>(q, keys + j, dim) * scale);
     }
-    for (; j < last; j++) {
-        dots<T, R, 1>(q, keys + j, dim, out);
-        for (int r = 0; r < R; r++) scores[r][j] = out[r][0] * scale;
-    }
+    for (; j < last; j++) store_rows<R, 1>(scores, j, dots<T, R, 1>(q, keys + j, dim) * scale);
 }
 
 // Scores to weights, in place; the denominator starts from the sink. Returns it.
@@ -153,29 +147,75 @@ inline float softmax_sink(float* scores, long count, float sink) {
     return exp16(splat(sink - highest))[0] + sum_lanes(sum);
 }
 
-// out[r][c] = sum over keys, ascending, of weights[r][j] * key[j][c], over total[r].
-template <class T, int R>
-inline void add_values(const float* const* weights, const T* const* keys, long count, long dim, const float* totals,
-                       T* const* out) {
-    for (long c = 0; c < dim; c += CHANNELS_PER_PASS * LANES) {
-        v16 sums[R][CHANNELS_PER_PASS] = {};
-        for (long j = 0; j < count; j++) {
-            v16 values[CHANNELS_PER_PASS];
-            for (long i = 0; i < CHANNELS_PER_PASS; i++) {
-                long at = c + i * LANES;
-                values[i] = at < dim ? load(keys[j] + at, dim - at) : v16{};
-            }
+// out[r][c] = sum over keys, ascending, of weights[r][j] * key[j][c], over totals[r]. V vectors of channels at once.
+template <int R, int V>
+inline void add_channels(const float* const* weights, const float* const* keys, long count, long c, long channels,
+                         const float* totals, float* const* out) {
+    v16 sums[R][V] = {};
+    for (long j = 0; j < count; j++) {
+        v16 values[V];
+        for (int i = 0; i < V; i++) values[i] = load(keys[j] + c + i * LANES, channels - i * LANES);
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < V; i++) sums[r][i] = fma16(splat(weights[r][j]), values[i], sums[r][i]);
+    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < V; i++) store(out[r] + c + i * LANES, sums[r][i] / totals[r], channels - i * LANES);
+}
+
+template <int R>
+inline void add_values(const float* const* weights, const float* const* keys, long count, long dim,
+                       const float* totals, float* const* out) {
+    long c = 0;
+    for (; c + 4 * LANES <= dim; c += 4 * LANES)
+        add_channels<R, 4>(weights, keys, count, c, 4 * LANES, totals, out);
+    for (; c < dim; c += LANES) add_channels<R, 1>(weights, keys, count, c, std::min(LANES, dim - c), totals, out);
+}
+
+// In bfloat16 two keys are added at once: weights are rounded as the keys are, and packed in pairs of keys.
+template <int R, int V>
+inline void add_channels(const uint32_t* const* pairs, const bf16* const* keys, long count, long c, long channels,
+                         const float* totals, bf16* const* out) {
+    v16 even[R][V] = {}, odd[R][V] = {};  // channels 8 g … 8 g + 3 and 8 g + 4 … 8 g + 7 of a chunk of 32
+    for (long j = 0; j < count; j += 2) {
+        for (int i = 0; i < V; i++) {
+            const long left = channels - i * 32;
+            Chunk<bf16> a = left >= 32 ? Chunk<bf16>::read(keys[j] + c + i * 32) : read_tail(keys[j] + c + i * 32, left);
+            Chunk<bf16> b = {};
+            if (j + 1 < count)
+                b = left >= 32 ? Chunk<bf16>::read(keys[j + 1] + c + i * 32) : read_tail(keys[j + 1] + c + i * 32, left);
+            Chunk<bf16> low, high;
+            interleave(a, b, low, high);
             for (int r = 0; r < R; r++) {
-                v16 weight = splat(weights[r][j]);
-                for (long i = 0; i < CHANNELS_PER_PASS; i++) sums[r][i] = fma16(weight, values[i], sums[r][i]);
+                Chunk<bf16> weight = {u16x{} + pairs[r][j / 2]};
+                even[r][i] = Chunk<bf16>::dot(even[r][i], low, weight);
+                odd[r][i] = Chunk<bf16>::dot(odd[r][i], high, weight);
             }
         }
-        for (int r = 0; r < R; r++)
-            for (long i = 0; i < CHANNELS_PER_PASS; i++) {
-                long at = c + i * LANES;
-                if (at < dim) store(out[r] + at, sums[r][i] / totals[r], dim - at);
-            }
     }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < V; i++) {
+            v16 first, second;
+            join_quads(even[r][i] / totals[r], odd[r][i] / totals[r], first, second);
+            store(out[r] + c + i * 32, first, std::min(LANES, channels - i * 32));
+            if (channels - i * 32 > LANES) store(out[r] + c + i * 32 + LANES, second, channels - i * 32 - LANES);
+        }
+}
+
+template <int R>
+inline void add_values(const float* const* weights, const bf16* const* keys, long count, long dim,
+                       const float* totals, bf16* const* out) {
+    const long num_pairs = (count + 1) / 2, stride = num_pairs + LANES;
+    uint32_t* packed = PT_SCRATCH(uint32_t, R * stride);
+    const uint32_t* pairs[R];
+    for (int r = 0; r < R; r++) {
+        bf16* own = (bf16*)(packed + r * stride);
+        for (long j = 0; j < count; j += LANES) store(own + j, load(weights[r] + j, count - j));
+        if (count % 2) own[count] = bf16{0};
+        pairs[r] = packed + r * stride;
+    }
+    long c = 0;
+    for (; c + 64 <= dim; c += 64) add_channels<R, 2>(pairs, keys, count, c, 64, totals, out);
+    for (; c < dim; c += 32) add_channels<R, 1>(pairs, keys, count, c, std::min(32L, dim - c), totals, out);
 }
 
 // R heads of one query; the result replaces the query.
@@ -188,7 +228,7 @@ inline void attend_heads(const PtLayer& layer, T* q, const float* sink, const T*
     for (int r = 0; r < R; r++) rows[r] = q + r * dim, score_rows[r] = scores + r * stride;
     score_keys<T, R>(rows, keys, 0, count, dim, layer.attn_scale, score_rows);
     for (int r = 0; r < R; r++) totals[r] = softmax_sink(score_rows[r], count, sink[r]);
-    add_values<T, R>(score_rows, keys, count, dim, totals, rows);
+    add_values<R>(score_rows, keys, count, dim, totals, rows);
 }
 
 // One query: choose entries, attend with every head in place of its query, undo the values' rotation.
@@ -203,7 +243,7 @@ inline void attend_token(const PtLayer& layer, const PtState& state, const PtTok
         float* weights = PT_SCRATCH(float, layer.index_heads);
         const T* own = work.index_weights + token * layer.index_heads;
         for (long head = 0; head < layer.index_heads; head++)
-            weights[head] = to_float(own[head]) * float(layer.index_scale);
+            weights[head] = load(own + head, 1)[0] * float(layer.index_scale);
         index_scores(layer, state.index_pool, slot, 0, visible,
                      work.index_q + token * layer.index_heads * layer.index_dim, weights, scores);
         int64_t* kept = PT_SCRATCH(int64_t, layer.index_top_k);

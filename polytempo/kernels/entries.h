@@ -93,16 +93,15 @@ template <class T>
 inline void index_scores(const PtLayer& layer, const PtPool& pool, int64_t slot, long first, long last,
                          const T* queries, const float* weights, float* scores) {
     const long dim = layer.index_dim;
-    float out[1][4];
     for (long entry = first; entry < last; entry += 4) {
         const T* keys[4];
         const long count = std::min(4L, last - entry);
         for (long i = 0; i < 4; i++) keys[i] = entry_row<T>(pool, slot, entry + std::min(i, count - 1), dim);
-        float sums[4] = {};
+        v16 sums = {};
         for (long head = 0; head < layer.index_heads; head++) {
             const T* query = queries + head * dim;
-            dots<T, 1, 4>(&query, keys, dim, out);
-            for (long i = 0; i < 4; i++) sums[i] += (out[0][i] < 0.0f ? 0.0f : out[0][i]) * weights[head];
+            v16 out = dots<T, 1, 4>(&query, keys, dim);
+            sums += (out < 0.0f ? v16{} : out) * weights[head];
         }
         for (long i = 0; i < count; i++) scores[entry + i] = sums[i];
     }

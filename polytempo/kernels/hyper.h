@@ -11,7 +11,6 @@ constexpr long MAX_HC = 8;
 template <class T>
 inline void mix(const T* streams, const float* fn, long tokens, long width, long rows, float eps, v16* mixes) {
     float* normed = PT_SCRATCH(float, LANES * width);
-    float out[4][4];
     const float* x[LANES];
     for (long token = 0; token < tokens; token++) {
         x[token] = normed + token * width;
@@ -24,13 +23,13 @@ inline void mix(const T* streams, const float* fn, long tokens, long width, long
         for (long i = 0; i < 4; i++) w[i] = fn + (row + std::min(i, count - 1)) * width;
         for (long token = 0; token < tokens;) {
             if (token + 4 <= tokens) {
-                dots<float, 4, 4>(x + token, w, width, out);
+                v16 out = dots<float, 4, 4>(x + token, w, width);
                 for (long i = 0; i < count; i++)
-                    for (long t = 0; t < 4; t++) mixes[row + i][token + t] = out[t][i];
+                    for (long t = 0; t < 4; t++) mixes[row + i][token + t] = out[4 * t + i];
                 token += 4;
             } else {
-                dots<float, 1, 4>(x + token, w, width, out);
-                for (long i = 0; i < count; i++) mixes[row + i][token] = out[0][i];
+                v16 out = dots<float, 1, 4>(x + token, w, width);
+                for (long i = 0; i < count; i++) mixes[row + i][token] = out[i];
                 token++;
             }
         }

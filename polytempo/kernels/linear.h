@@ -10,6 +10,7 @@
 namespace pt {
 
 constexpr long ROWS_PER_TASK = 64;
+constexpr long AHEAD_BYTES = 4096;  // of weights to ask memory for before they are needed
 constexpr long PANEL_BYTES = 16384;  // of weights that stay in the first-level cache while rows pass by
 
 // y[r][0..N) = x[r][0..K) . w[0..N)[0..K); rows are given by pointer, so that they may lie in a ring or a gather.
@@ -25,25 +26,25 @@ struct Product {
     long tasks() const { return row_tasks() * ((N + panel() - 1) / panel()); }
 
     template <int R>
-    void some_rows(long row, long column, long last) const {
-        float out[R][4];
+    void some_rows(long row, long column, long last, bool is_first) const {
+        const long quad = 4 * K, ahead = quad * ((AHEAD_BYTES - 1) / long(quad * sizeof(T)) + 1);
         for (; column + 4 <= last; column += 4) {
+            if (is_first) prefetch(w + column * K + ahead, quad * sizeof(T));
             const T* columns[4] = {w + column * K, w + (column + 1) * K, w + (column + 2) * K, w + (column + 3) * K};
-            dots<T, R, 4>(x + row, columns, K, out);
-            for (int r = 0; r < R; r++) store4(y[row + r] + column, out[r]);
+            store_rows<R, 4>(y + row, column, dots<T, R, 4>(x + row, columns, K));
         }
         for (; column < last; column++) {
             const T* one = w + column * K;
-            dots<T, R, 1>(x + row, &one, K, out);
-            for (int r = 0; r < R; r++) put(y[row + r] + column, out[r][0]);
+            store_rows<R, 1>(y + row, column, dots<T, R, 1>(x + row, &one, K));
         }
     }
 
     void tile(long row, long last_row, long column, long last_column) const {
-        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column);
-        if (last_row - row == 3) some_rows<3>(row, column, last_column);
-        if (last_row - row == 2) some_rows<2>(row, column, last_column);
-        if (last_row - row == 1) some_rows<1>(row, column, last_column);
+        const long first = row;
+        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, row == first);
+        if (last_row - row == 3) some_rows<3>(row, column, last_column, row == first);
+        if (last_row - row == 2) some_rows<2>(row, column, last_column, row == first);
+        if (last_row - row == 1) some_rows<1>(row, column, last_column, row == first);
     }
 
     void task(long index) const {

@@ -124,13 +124,14 @@ PT_EXPORT void pt_exp(const float* x, float* y, int64_t count) {
     for (long i = 0; i < count; i += pt::LANES) pt::store(y + i, pt::exp16(pt::load(x + i, count - i)), count - i);
 }
 
-// Sizes of the structures, in the order of args.h, and the instruction set that this file was built for.
-PT_EXPORT void pt_struct_sizes(int64_t* sizes) {
+// Size of structure number `index` in the order of args.h; 0 after the last.
+PT_EXPORT int64_t pt_struct_size(int64_t index) {
     const int64_t all[] = {sizeof(PtSite),  sizeof(PtCompressor), sizeof(PtLayer),
                            sizeof(PtPool), sizeof(PtState),      sizeof(PtTokens)};
-    memcpy(sizes, all, sizeof all);
+    return index < int64_t(sizeof all / sizeof *all) ? all[index] : 0;
 }
 
+// What this file was built for.
 PT_EXPORT const char* pt_instructions() {
 #if defined(__AVX512BF16__)
     return "avx512_bf16";

@@ -71,7 +71,6 @@ _SIGNATURES: dict[str, Sequence[type]] = {
     "pt_linear": (*(POINTER,) * 3, *(INT,) * 5),
     "pt_rms_norm": (*(POINTER,) * 3, INT, INT, REAL, INT),
     "pt_exp": (POINTER, POINTER, INT),
-    "pt_struct_sizes": (POINTER,),
 }
 
 
@@ -87,6 +86,7 @@ def declare(library: ctypes.CDLL) -> None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    library.pt_struct_size.argtypes, library.pt_struct_size.restype = (INT,), INT
     library.pt_instructions.argtypes, library.pt_instructions.restype = (), ctypes.c_char_p
 
 
@@ -99,8 +99,7 @@ def check_sizes(library: ctypes.CDLL) -> None:
     Raises:
         ValueError: one differs.
     """
-    theirs = (INT * len(_ALL))()
-    library.pt_struct_sizes(theirs)
-    for structure, size in zip(_ALL, theirs, strict=True):
+    for index, structure in enumerate(_ALL):
+        size = library.pt_struct_size(index)
         if ctypes.sizeof(structure) != size:
             raise ValueError(f"{structure.__name__} has {ctypes.sizeof(structure)} bytes here and {size} there")

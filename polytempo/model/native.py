@@ -205,15 +205,16 @@ def _compressor(compressor: Compressor) -> CompressorWeights:
 
 def _state(state: LayerState) -> State:
     found = State(window=state.window.data_ptr(), window_cells=state.window.shape[1])
-    if state.compressed is not None:
-        found.pool = _pool(state.compressed)
-    if state.index is not None:
-        found.index_pool = _pool(state.index)
+    found.kept = []  # tables must live as long as their addresses are in use
+    for name, pooled in (("pool", state.compressed), ("index_pool", state.index)):
+        if pooled is not None:
+            table = _block_table(pooled.entries.shape[0], pooled.entries.shape[1] // BLOCK)
+            setattr(found, name, _pool(pooled, table))
+            found.kept.append(table)
     return found
 
 
-def _pool(pool: PooledState) -> Pool:
-    table = _block_table(pool.entries.shape[0], pool.entries.shape[1] // BLOCK)
+def _pool(pool: PooledState, table: Tensor) -> Pool:
     return Pool(*_pointers(pool.kv, pool.gate, pool.entries, table), pool.kv.shape[1], table.shape[1])
 
 
