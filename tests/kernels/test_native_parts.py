@@ -91,6 +91,19 @@ def test_moe_of_many_tokens_on_one_expert():
     assert torch.equal(Parts(model, 0, 2).moe(x[70:71].contiguous(), ids[:1]), found[70:71])
 
 
+def test_swiglu_clamps():
+    """Gates and ups far past the limit on both sides, of the routed and the shared expert."""
+    model = model_of("tiny", torch.float32)
+    parts, limit = Parts(model, 0), model.config.swiglu_limit
+    x, ids = random_streams(model, 30)[:, 0].contiguous(), torch.arange(30)
+    for weight in (parts.block.ffn.experts.w13, parts.block.ffn.shared_experts.w1.weight,
+                   parts.block.ffn.shared_experts.w3.weight):  # fmt: skip
+        weight *= 30
+    ups = x @ parts.block.ffn.shared_experts.w3.weight.T
+    assert (ups > limit).any() and (ups < -limit).any()
+    assert close(parts.moe(x, ids), parts.block.ffn(x, ids))
+
+
 def test_equal_scores_choose_the_lowest_experts():
     model = model_of("tiny", torch.float32)
     parts = Parts(model, 1)
