@@ -418,7 +418,7 @@ class EngineConfig:
             up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
         kernels: "native" runs the forward in C++ kernels and refuses where they cannot be built, "torch" does not,
-            "auto" leaves it to the model, which does if it can.
+            "auto" leaves it to the model, which does so if it can.
     """
 
     max_rows: int = 32
