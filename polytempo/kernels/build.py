@@ -18,8 +18,6 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from polytempo.config import cache_dir
 from polytempo.errors import PolytempoError
 from polytempo.kernels.structs import check_sizes, declare
@@ -28,8 +26,8 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 # No -ffast-math, and no contraction by the compiler's choice: an element's arithmetic must not depend on where in a
 # loop it falls.
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off",
-         "-fno-math-errno", "-w")  # fmt: skip
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-shared", "-fvisibility=hidden",
+         "-ffp-contract=off", "-fno-math-errno", "-w")  # fmt: skip
 BUILD_SECONDS = 300
 
 
@@ -83,7 +81,7 @@ def _sources() -> list[Path]:
 
 def _key(compiler: str) -> str:
     """Hash of all that the library depends on."""
-    digest = hashlib.sha256(repr((FLAGS, compiler, _processor(), str(_openmp_runtime()))).encode())
+    digest = hashlib.sha256(repr((FLAGS, compiler, _processor())).encode())
     try:
         digest.update(subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout)
     except (OSError, subprocess.SubprocessError) as error:
@@ -104,28 +102,14 @@ def _processor() -> str:
     return platform.machine() + platform.processor()
 
 
-def _openmp_runtime() -> Path | None:
-    """The OpenMP library that torch brings.
-
-    A second runtime beside it would have threads of its own, and two pools on the same cores slow each other down
-    tenfold. Linked by its own name, it is the one that is loaded already.
-    """
-    root = Path(torch.__file__).parent
-    found = sorted([*(root / "lib").glob("libgomp*.so*"), *(root.parent / "torch.libs").glob("libgomp*.so*")])
-    return found[0] if found else None
-
-
 def _build(compiler: str, path: Path) -> None:
-    """Compile and link into a temporary file beside `path`, then rename it."""
-    runtime = _openmp_runtime()
+    """Compile into a temporary file beside `path`, then rename it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-            objects, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
-            _run([compiler, *FLAGS, "-c", str(SOURCES / "polytempo.cpp"), "-o", objects])
-            link = [str(runtime)] if runtime else ["-fopenmp"]
-            _run([compiler, "-shared", objects, "-o", library, *link])
-            _seal(Path(library))
+            library = Path(folder, "kernels.so")
+            _run([compiler, *FLAGS, str(SOURCES / "polytempo.cpp"), "-o", str(library)])
+            _seal(library)
             os.replace(library, path)
     except OSError as error:
         raise KernelError(f"cannot write to the cache directory {path.parent}: {error}") from None

@@ -29,13 +29,14 @@ def check_operand(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -
         )
 
 
-def linear(library: ctypes.CDLL, x: Tensor, weight: Tensor) -> Tensor:
+def linear(library: ctypes.CDLL, x: Tensor, weight: Tensor, threads: int | None = None) -> Tensor:
     """x @ weight.T; a row's result is a function of that row alone, whatever the number of rows or threads.
 
     Args:
         library: from `build.load`.
         x: [M, K], M >= 0, float32 or bfloat16, contiguous.
         weight: [N, K], same dtype, contiguous.
+        threads: most threads; None: as many as torch.
 
     Returns:
         [M, N].
@@ -50,7 +51,7 @@ def linear(library: ctypes.CDLL, x: Tensor, weight: Tensor) -> Tensor:
     (rows, depth), width = x.shape, weight.shape[0]
     out = x.new_empty(rows, width)
     library.pt_linear(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, depth, width,
-                      x.dtype == torch.bfloat16, torch.get_num_threads())  # fmt: skip
+                      x.dtype == torch.bfloat16, threads or torch.get_num_threads())  # fmt: skip
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import stat
@@ -45,18 +46,41 @@ def test_a_built_library_is_not_built_again(cache, monkeypatch):
     build.load()
 
 
-def test_a_broken_file_is_replaced(cache):
-    cache.write_bytes(cache.read_bytes()[:1000])
-    library = build.load()
+@pytest.fixture(scope="module")
+def rebuilt(tmp_path_factory):
+    """A cache directory whose library was cut short before `load` came."""
+    home = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        path = build.cache_dir() / f"kernels-{build._key(build._compiler())}.so"
+        path.parent.mkdir()
+        path.write_bytes(b"\x7fELF, and then nothing")
+        library = build.load()
     assert torch.equal(ops.exp(library, torch.zeros(3)), torch.ones(3))
-    assert cache.stat().st_size > 10_000
-    assert [path.name for path in cache.parent.iterdir()] == [cache.name], "temporary files stay behind"
+    return path
+
+
+def test_a_broken_file_is_replaced(rebuilt, monkeypatch):
+    assert rebuilt.stat().st_size > 10_000
+    assert [path.name for path in rebuilt.parent.iterdir()] == [rebuilt.name], "temporary files stay behind"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(rebuilt.parents[1]))
+    monkeypatch.setattr(build, "_build", lambda *args: pytest.fail("built again"))
+    build.load()
+
+
+def test_a_file_that_was_cut_short_is_not_loaded(rebuilt, tmp_path):
+    """dlopen would end the process with SIGBUS."""
+    part = tmp_path / "part.so"
+    for size in (0, 10, 1000, rebuilt.stat().st_size - 1):
+        part.write_bytes(rebuilt.read_bytes()[:size])
+        assert not build._is_whole(part)
+    assert build._is_whole(rebuilt) and not build._is_whole(tmp_path / "absent.so")
 
 
 def test_the_name_depends_on_sources_flags_compiler_and_processor(monkeypatch, tmp_path):
     compiler = build._compiler()
     names = [build._key(compiler)]
-    for name, value in (("FLAGS", ("-O0",)), ("_processor", lambda: "other"), ("_openmp_runtime", lambda: None)):
+    for name, value in (("FLAGS", ("-O0",)), ("_processor", lambda: "other")):
         with monkeypatch.context() as patch:
             patch.setattr(build, name, value)
             names.append(build._key(compiler))
@@ -121,13 +145,15 @@ def test_structures_of_another_version_are_refused(monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_one_openmp_runtime():
-    """Two thread pools on the same cores slow each other down tenfold."""
+def test_no_second_openmp_runtime(rebuilt):
+    """Two of them on the same cores slow each other down tenfold."""
     code = (
         "import torch; from polytempo.kernels.build import load; load(); torch.ones(9).sum();"
         "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.split('/')[-1]})"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    environment = os.environ | {"XDG_CACHE_HOME": str(rebuilt.parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    found = done.stdout.split()
     assert len([name for name in found if "gomp" in name or "iomp" in name or "libomp" in name]) == 1, found
 
 

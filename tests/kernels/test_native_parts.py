@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from kernel_support import CONFIGS, DTYPES, Parts, model_of, random_streams
 
+from polytempo.kernels.build import load
 from polytempo.model.hyper import StreamWeights, collapse, expand
 from polytempo.model.moe import Gate
 
@@ -79,6 +85,52 @@ def test_moe(config_name, dtype, layer_idx):
             for threads in (1, 2):
                 part = x[first : first + count].contiguous(), ids[first : first + count].contiguous()
                 assert torch.equal(Parts(model, layer_idx, threads).moe(*part), found[first : first + count])
+
+
+LATE = """
+import torch
+from polytempo.kernels.build import load
+
+x, weight = torch.randn(64, 2048), torch.randn(1024, 2048)
+expected = ops.linear(load(), x, weight, threads=1)
+for turn in range(30):
+    # Opposite signs in turn: what an unfinished call leaves in its memory is the result before, negated.
+    ours = ops.linear(load(), x if turn % 2 else -x, weight, threads=4)
+    assert torch.equal(ours, expected if turn % 2 else -expected)
+"""
+
+
+def test_threads_that_are_late():
+    """Three workers on a core or two take tasks and lose the core before they are done: the caller must wait.
+
+    In a process of its own, since a caller that does not wait may end it.
+    """
+    load()
+    assert subprocess.run([sys.executable, "-c", LATE], check=False).returncode == 0
+
+
+def test_calls_from_several_python_threads():
+    """One of them has the workers, the others do their tasks themselves."""
+    model = model_of("tiny", torch.float32)
+    inputs = [(random_streams(model, 20, seed)[:, 0].contiguous(), torch.arange(20) + seed) for seed in range(4)]
+    parts = Parts(model, 1, threads=3)
+    expected = [parts.moe(*one) for one in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(40):
+            found = pool.map(lambda one: parts.moe(*one), inputs)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_no_workers_and_the_same_results():
+    model = model_of("tiny", torch.float32)
+    x, ids = random_streams(model, 20)[:, 0].contiguous(), torch.arange(20)
+    parts = Parts(model, 1, threads=2)
+    expected = parts.moe(x, ids)
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(parts.moe(x, ids), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_moe_of_many_tokens_on_one_expert():
