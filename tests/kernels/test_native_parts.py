@@ -89,6 +89,7 @@ def test_moe(config_name, dtype, layer_idx):
 
 LATE = """
 import torch
+from polytempo.kernels import ops
 from polytempo.kernels.build import load
 
 x, weight = torch.randn(64, 2048), torch.randn(1024, 2048)
