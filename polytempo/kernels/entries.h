@@ -97,11 +97,22 @@ inline void index_scores(const PtLayer& layer, const PtPool& pool, int64_t slot,
         const T* keys[4];
         const long count = std::min(4L, last - entry);
         for (long i = 0; i < 4; i++) keys[i] = entry_row<T>(pool, slot, entry + std::min(i, count - 1), dim);
-        v16 sums = {};
-        for (long head = 0; head < layer.index_heads; head++) {
-            const T* query = queries + head * dim;
-            v16 out = dots<T, 1, 4>(&query, keys, dim);
-            sums += (out < 0.0f ? v16{} : out) * weights[head];
+        float sums[4] = {};
+        long head = 0;
+        auto add = [&](v16 out, long heads) {
+            out = out < 0.0f ? v16{} : out;
+            for (long r = 0; r < heads; r++)
+                for (long i = 0; i < 4; i++) sums[i] += out[4 * r + i] * weights[head + r];
+            head += heads;
+        };
+        while (head + 4 <= layer.index_heads) {
+            const T* rows[4];
+            for (long r = 0; r < 4; r++) rows[r] = queries + (head + r) * dim;
+            add(dots<T, 4, 4>(rows, keys, dim), 4);
+        }
+        while (head < layer.index_heads) {
+            const T* row = queries + head * dim;
+            add(dots<T, 1, 4>(&row, keys, dim), 1);
         }
         for (long i = 0; i < count; i++) scores[entry + i] = sums[i];
     }
