@@ -45,6 +45,7 @@ class Engine:
         store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device)
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
         chosen = model if config.kernels == AUTO else model.with_kernels(config.kernels)
+        _ = chosen.native  # built here, if ever, and not in the first step
         self.target = Target(chosen, tables, store, config)
         self.proposer = proposer or _proposer(self.target)
         self.policy = DraftPolicy(config)

@@ -70,7 +70,8 @@ def _misfit(model: nn.Module) -> str | None:
 class NativeModel:
     """Pointers to a model's weights, and the calls that use them.
 
-    Holds parts of the model, not the model itself, so that no cycle keeps the weights alive.
+    Holds parts of the model, not the model itself, so that no cycle keeps the weights alive. A weight that is replaced
+    by another Parameter is not seen, but its memory stays: pointers never dangle.
 
     Args:
         library: from `kernels.build.load`.
@@ -80,6 +81,7 @@ class NativeModel:
     def __init__(self, library: ctypes.CDLL, model: nn.Module) -> None:
         self.library, self.dtype, self.num_streams = library, model.dtype, model.config.hc_mult
         self.embed, self.vocab_projection, self.mtp_blocks = model.embed, model.head, list(model.mtp)
+        self.memory = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         self.first_weight = model.embed.weight.data_ptr()
         self.layers = [_layer(model, block) for block in model.layers]
         self.mtp = [_layer(model, block) for block in model.mtp]

@@ -6,6 +6,7 @@ Over chunks, neighbours and rewinds tests/model says it, with `--kernels auto`.
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -127,6 +128,16 @@ def test_weights_that_move_are_found_again():
     model.dtype = torch.float32
     assert model.native is not old
     assert relative_difference(Harness(model).prefill(ids, [20]), logits_of(model, "torch", ids, [20])) < 2e-5
+
+
+def test_memory_of_a_replaced_weight_stays():
+    model, ids = model_of("tiny", torch.float32), random_ids(20, 0)
+    before = logits_of(model, "auto", ids, [20])
+    for block in model.layers:
+        block.attn.wo_b.weight.data = torch.full_like(block.attn.wo_b.weight, float("nan"))
+    gc.collect()
+    rubbish = [torch.full_like(model.layers[0].attn.wo_b.weight, 1e9) for _ in range(50)]
+    assert torch.equal(logits_of(model, "auto", ids, [20]), before) and rubbish
 
 
 def test_a_copy_has_pointers_of_its_own():
