@@ -401,6 +401,7 @@ AUTO = "auto"
 KERNELS = (AUTO, "native", "torch")
 AUTO_MAX_DRAFTS = 5
 SPECULATE = (AUTO, "mtp", "none")
+KV_LAYOUTS = ("ring", "left_aligned")
 
 
 @dataclass(frozen=True)
@@ -419,6 +420,13 @@ class EngineConfig:
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
         kernels: "native" runs the forward in C++ kernels and refuses where they cannot be built, "torch" does not,
             "auto" leaves it to the model, which does so if it can.
+        memory: most bytes for the state of all rows, None for no bound but max_model_len. Rows of fewer tokens leave
+            more to others; when it runs out, the youngest row is set back and computed again later.
+        kv_layout: "ring", or "left_aligned": raw keys of all rows end at one shared column, so that the order in which
+            a row's keys are reduced depends on its neighbours. A baseline; see `polytempo.cache.window`.
+        mixed_prompt_tokens: most prompt tokens, of all rows together, in a step in which a row decodes: bounds how long
+            a long prompt can hold up its neighbours' next token. None is up to max_step_tokens. Never changes a token.
+        queue_limit: most rows that may wait when no seat is free; more are refused. None is no limit.
     """
 
     max_rows: int = 32
@@ -429,22 +437,34 @@ class EngineConfig:
     draft_len: int | str = AUTO
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
     kernels: str = AUTO
+    kv_layout: str = KV_LAYOUTS[0]
+    memory: int | None = None
+    mixed_prompt_tokens: int | None = None
+    queue_limit: int | None = None
 
     def __post_init__(self) -> None:
         if self.draft_len != AUTO and not isinstance(self.draft_len, int):
             raise ConfigError(f"engine option 'draft_len' is {self.draft_len!r}; it must be {AUTO!r} or an integer")
         counts = ["max_rows", "max_model_len", "max_chunk", "max_step_tokens"]
-        for name in counts if self.draft_len == AUTO else [*counts, "draft_len"]:
+        counts += ["draft_len"] * (self.draft_len != AUTO) + ["memory"] * (self.memory is not None)
+        for name in counts:
             value, least = getattr(self, name), 0 if name == "draft_len" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"engine option {name!r} is {value!r}; it must be an integer of at least {least}")
+        for name, least in (("mixed_prompt_tokens", 1), ("queue_limit", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(
+                    f"engine option {name!r} is {value!r}; it must be an integer of at least {least}, or None"
+                )
         if self.max_step_tokens < self.max_rows:
             raise ConfigError(
                 f"engine option 'max_step_tokens' is {self.max_step_tokens}, less than max_rows "
                 f"({self.max_rows}); every running row needs at least one token per step"
             )
         modes = [mode.value for mode in AdvanceMode]
-        for name, known in (("speculate", SPECULATE), ("kv_advance", modes), ("kernels", KERNELS)):
+        choices = {"speculate": SPECULATE, "kv_advance": modes, "kv_layout": KV_LAYOUTS, "kernels": KERNELS}
+        for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(value), known))

@@ -19,11 +19,24 @@ class CheckpointError(PolytempoError, ValueError):
 
 
 class RequestError(PolytempoError, ValueError):
-    """One request cannot be served; its neighbours are unaffected."""
+    """One request cannot be served; its neighbours are unaffected.
+
+    Attributes:
+        param: the option or field that is refused, None if the message names none.
+        code: a word for programs, for example "context_length_exceeded", or None.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
 
 
 class CapacityError(PolytempoError, RuntimeError):
     """There is no room left for a row, a position or an entry."""
+
+
+class EngineDeadError(PolytempoError, RuntimeError):
+    """A step raised or hung, so the engine's state cannot be trusted any more; it serves nothing from then on."""
 
 
 class InvariantError(PolytempoError, RuntimeError):

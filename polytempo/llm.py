@@ -15,6 +15,7 @@ from polytempo.checkpoint.live import share_transformers_model
 from polytempo.checkpoint.load import load_model
 from polytempo.config import EngineConfig
 from polytempo.engine.engine import Engine
+from polytempo.engine.grammar import GrammarCompiler
 from polytempo.engine.noise import resolve_seed
 from polytempo.engine.outputs import request_output
 from polytempo.engine.row import Request, Row
@@ -114,6 +115,7 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(model, config)
         self._request_ids = itertools.count()
+        self._grammars = GrammarCompiler(tokenizer, model.config)
 
     def generate(
         self,
@@ -211,14 +213,18 @@ class LLM:
             self.engine.abort(rows[0].request.request_id)
         if rows[0].error is not None:
             raise RequestError(f"request failed at {rows[0].error}")
-        return request_output(rows, self._decode_token)
+        return request_output(rows, self.decode_token)
 
-    def rows_of(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Row]:
-        """The checked rows of one request, for callers that drive `engine` themselves.
+    def rows_of(
+        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0, timeout: float | None = None
+    ) -> list[Row]:
+        """The checked rows of one request, for callers that drive `engine` themselves; any thread may call it.
 
         Args:
             prompt: one prompt.
             params: None is SamplingParams().
+            priority: of requests that wait for a seat, the lowest goes first.
+            timeout: seconds from now after which the request is given up; None is never.
 
         Returns:
             One row per choice; `engine.add` queues them.
@@ -226,7 +232,11 @@ class LLM:
         Raises:
             RequestError: the prompt or an option cannot be served.
         """
-        return self._request(*self._parse(prompt, 0), params or SamplingParams())
+        rows = self._request(*self._parse(prompt, 0), params or SamplingParams())
+        request = rows[0].request
+        request.priority = priority
+        request.deadline = None if timeout is None else request.arrival + timeout
+        return rows
 
     def _run(
         self, requests: list[list[Row]], progress: bool, on_step: Callable[[list[Row]], None] | None
@@ -249,10 +259,11 @@ class LLM:
             # An interrupted call must not leave rows behind for the next one.
             for rows in requests:
                 self.engine.abort(rows[0].request.request_id)
-        return [request_output(rows, self._decode_token) for rows in requests]
+        return [request_output(rows, self.decode_token) for rows in requests]
 
     @property
-    def _decode_token(self) -> Callable[[int], str] | None:
+    def decode_token(self) -> Callable[[int], str] | None:
+        """Token id -> text of that token alone, special tokens too; None without a tokenizer."""
         tokenizer = self.tokenizer
         return None if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
 
@@ -278,10 +289,12 @@ class LLM:
             arrival=time.monotonic(),
         )
         self.engine.check_request(request)
-        make_text: Callable[[], OutputText | None] = lambda: None  # noqa: E731
-        if self.tokenizer is not None and params.detokenize:
-            make_text = lambda: OutputText(self.tokenizer, params)  # noqa: E731
-        return [Row(request, choice, make_text()) for choice in range(params.n)]
+        rows = [Row(request, choice) for choice in range(params.n)]
+        compiled = self._grammars.compile(params) if params.has_grammar else None
+        for row in rows:
+            row.text = OutputText(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
+            row.grammar = None if compiled is None else compiled.new_state()
+        return rows
 
     def _parse(self, prompt: Prompt, place: int) -> tuple[str | None, list[int]]:
         """Text (None for ids) and token ids of one prompt."""

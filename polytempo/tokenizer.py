@@ -139,6 +139,10 @@ class Tokenizer:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD, ids without a token become nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, for libraries that read those."""
+        return self._backend.to_str()
+
     def token_of(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token, None if the id has none."""
         return self._backend.id_to_token(token_id)

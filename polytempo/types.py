@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import json
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -39,11 +40,12 @@ _INT_RULES: dict[str, tuple[int, int | None, bool, str]] = {
     "draft_len": (0, None, True, " (None is the engine's)"),
     "prompt_logprobs": (0, None, True, " (None is off, 0 gives the prompt's own tokens only)"),
 }
-_BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+_BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "json_object")
+GRAMMAR_OPTIONS = ("json_object", "json_schema", "regex", "grammar")
 
 
 def _refusal(name: str, value: object, right: str) -> RequestError:
-    return RequestError(f"SamplingParams {name}={reprlib.repr(value)} is refused; {name} must be {right}")
+    return RequestError(f"SamplingParams {name}={reprlib.repr(value)} is refused; {name} must be {right}", param=name)
 
 
 def _real(name: str, value: object, right: str) -> float:
@@ -115,6 +117,27 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     return biases
 
 
+def _json_schema(value: object) -> str | None:
+    """A JSON schema as text: frozen and hashable, whichever form it came in."""
+    if value is None:
+        return None
+    right = "None or a JSON schema, as an object or as its JSON text"
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError):
+        raise _refusal("json_schema", value, right) from None
+    if not isinstance(schema, (Mapping, bool)):
+        raise _refusal("json_schema", value, right)
+    return text
+
+
+def _text(name: str, value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise _refusal(name, value, "None or a non-empty string")
+    return value
+
+
 def _refuse_unknown_options(cls: type) -> type:
     """Make a dataclass answer a misspelt option with the nearest right one, not with a bare TypeError."""
     known = {f.name for f in fields(cls)}
@@ -124,7 +147,7 @@ def _refuse_unknown_options(cls: type) -> type:
     def __init__(self, **options):
         for name in options:
             if name not in known:
-                raise RequestError(unknown_option(f"{cls.__name__} option", name, known))
+                raise RequestError(unknown_option(f"{cls.__name__} option", name, known), param=name)
         generated(self, **options)
 
     cls.__init__ = __init__
@@ -137,7 +160,7 @@ class SamplingParams:
     """How one request is sampled, stopped and reported; names and defaults are vLLM's.
 
     Lists are kept as tuples, so that what was validated cannot change. Options act in this order:
-    allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p.
+    allowed_token_ids, grammar, bad_words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p.
 
     Attributes:
         n: choices per request; choice c draws from the noise stream (seed, c).
@@ -164,6 +187,10 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text at all; stop and bad_words need a tokenizer either way.
         draft_len: most drafts per step, None is the engine's, 0 does not speculate; never changes a token.
+        json_object: the output must be a JSON object. Of this and the next three, at most one.
+        json_schema: the output must be JSON that satisfies this schema: a dict, or JSON text (kept as text).
+        regex: the whole output must match this regular expression (Rust's syntax, anchored at both ends).
+        grammar: the output must be a sentence of this grammar, in llguidance's Lark form.
     """
 
     n: int = 1
@@ -189,6 +216,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     draft_len: int | None = None
+    json_object: bool = False
+    json_schema: Mapping[str, object] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {}
@@ -207,6 +238,8 @@ class SamplingParams:
         checked["bad_words"] = _strings("bad_words", self.bad_words)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         checked["stop"] = _strings("stop", stop)
+        checked["json_schema"] = _json_schema(self.json_schema)
+        checked["regex"], checked["grammar"] = _text("regex", self.regex), _text("grammar", self.grammar)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         self._check_together()
@@ -218,6 +251,16 @@ class SamplingParams:
             raise _refusal("allowed_token_ids", [], "None (every token) or hold at least one id")
         if self.stop and not self.detokenize:
             raise _refusal("stop", self.stop, "None while detokenize=False: stop strings are found in text")
+        constraints = [name for name in GRAMMAR_OPTIONS if getattr(self, name)]
+        if len(constraints) > 1:
+            raise _refusal(constraints[1], getattr(self, constraints[1]), f"left out beside {constraints[0]}")
+        if constraints and self.ignore_eos:
+            raise _refusal("ignore_eos", True, f"False with {constraints[0]}: EOS is how its output ends")
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether json_object, json_schema, regex or grammar constrains the output."""
+        return any(getattr(self, name) for name in GRAMMAR_OPTIONS)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, object]) -> SamplingParams:

@@ -15,6 +15,7 @@ from polytempo.engine.propose import MTPProposer, ScriptedProposer
 from polytempo.engine.row import Row
 from polytempo.engine.sampling import SamplingPosition, sample
 from polytempo.llm import LLM
+from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.types import FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, logprobs=2)
@@ -289,3 +290,44 @@ def assert_ragged(steps: Sequence[Sequence[Advance]], ratios: Sequence[int] = (4
     assert any(len({a.start % 4 for a in step}) >= num_residues for step in verifies), "rows share their residues"
     for ratio in ratios:
         assert any(a.rewinds_across(ratio) for step in verifies for a in step), f"no rewind crosses ratio {ratio}"
+
+
+# --- a target that says what it is told -----------------------------------------------------------------------
+
+
+class _Passthrough(torch.nn.Module):
+    """A layer that hands its streams on."""
+
+    def forward(self, streams, token_ids, attend):
+        return streams
+
+
+class ScriptedTarget(DeepseekV4):
+    """Its token after token t is `successors[t]`, always: a whole output can be written down without a model.
+
+    The streams of a position are its token, one-hot, so that a packed token which is mixed up with another one shows.
+    """
+
+    native = None
+
+    def __init__(self, successors: Sequence[int]) -> None:
+        super().__init__(replace(TINY, vocab_size=len(successors), num_hidden_layers=1, compress_ratios=(0,)))
+        self.requires_grad_(False)
+        self.layers = torch.nn.ModuleList([_Passthrough()])
+        self.successors = torch.tensor(successors)
+
+    def embed_streams(self, token_ids):
+        """[T, 1, vocab]."""
+        return torch.nn.functional.one_hot(token_ids, len(self.successors)).float().unsqueeze(1)
+
+    def logits(self, streams):
+        """10 for the successor, 0 for all others."""
+        following = self.successors[streams[:, 0].argmax(-1)]
+        return 10.0 * torch.nn.functional.one_hot(following, len(self.successors)).float()
+
+    def output(self, last_token: int, count: int) -> list[int]:
+        """The first `count` tokens after `last_token`."""
+        tokens = [last_token]
+        while len(tokens) <= count:
+            tokens.append(int(self.successors[tokens[-1]]))
+        return tokens[1:]

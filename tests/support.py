@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from polytempo.cache.layout import Segment, StateShape, check_segments
-from polytempo.cache.store import RowStore
+from polytempo.cache.store import PooledState, RowStore
 from polytempo.cache.view import BatchView
 from polytempo.config import EngineConfig, ModelConfig, RopeConfig
 from polytempo.model.deepseek_v4 import DeepseekV4
@@ -86,11 +87,15 @@ class Harness:
         self.model, self.engine, self.config = model, engine, model.config
         self.tables = RopeTables.build(model.config, engine.max_model_len)
         self.store = RowStore.allocate(StateShape.build(model.config, engine), engine.max_rows, model.dtype)
+        # All blocks in order, so that tests can look at entries slot by slot.
+        for slot in range(engine.max_rows):
+            self.store.pool.reserve(slot, engine.max_model_len)
+        self.store.fit()
 
     def view(self, segments: Sequence[Segment]) -> BatchView:
         """Lay out a forward."""
         check_segments(segments, self.engine)
-        return BatchView.build(segments, self.config.sliding_window, self.config.compress_ratios)
+        return self.store.target_view(segments, self.config.compress_ratios)
 
     def streams(self, *segments: Segment) -> list[Tensor]:
         """One forward; last-layer streams [n, hc, D] of each segment."""
@@ -104,7 +109,8 @@ class Harness:
 
     def mtp(self, streams: Tensor, *segments: Segment) -> Tensor:
         """One MTP forward; its output streams."""
-        return mtp_forward(self.model, self.tables, self.store, self.view(segments), streams)
+        check_segments(segments, self.engine)
+        return mtp_forward(self.model, self.tables, self.store, self.store.mtp_view(segments), streams)
 
     def prefill(self, ids: Sequence[int], sizes: Sequence[int], slot: int = 0, start: int = 0) -> Tensor:
         """Feed ids in chunks of these sizes (the last repeats); logits [len(ids), vocab]."""
@@ -165,13 +171,33 @@ def alone(model: DeepseekV4, ids: Sequence[int], prompt_len: int) -> Tensor:
     return harness.prefill(ids, sizes)
 
 
+def entries_by_slot(store: RowStore, pooled: PooledState, ratio: int, writable: bool = False) -> Tensor:
+    """A compressor's entries, [slots, max_entries, head_dim]: a view if all blocks lie in order, else a copy."""
+    table = store.pool.ratios[ratio].table
+    in_order = (table.reshape(-1) == np.arange(1, table.size + 1)).all() and pooled.entries.shape[0] == table.size + 1
+    assert in_order or not writable, "the blocks are out of order: writing to a copy would do nothing"
+    if in_order:
+        return pooled.entries[1:].view(table.shape[0], -1, pooled.entries.shape[2])
+    return pooled.entries[torch.from_numpy(table)].flatten(1, 2)
+
+
+def slot_tensors(store: RowStore, writable: bool = False) -> list[Tensor]:
+    """Every tensor of the state, slot first, [slots, cells or entries, channels]."""
+    tensors = []
+    for layer in (*store.layers, *store.mtp):
+        tensors.append(layer.window)
+        for pooled in layer.pooled:
+            tensors += [pooled.kv, pooled.gate, entries_by_slot(store, pooled, layer.shape.ratio, writable)]
+    return tensors
+
+
 def visible_cells(config: ModelConfig, store: RowStore, lengths: dict[int, int]) -> list[Tensor]:
-    """Which cells of `store.tensors()` the rows' next tokens may read, given slot -> tokens forwarded so far.
+    """Which cells of `slot_tensors(store)` the rows' next tokens may read, given slot -> tokens forwarded so far.
 
     Written from the rules, apart from the package: the window before the next position, the inputs of the spans
     that are still open (and of the one before, at ratio 4), and the row's own finished entries.
     """
-    kept = [torch.zeros(tensor.shape[:2], dtype=torch.bool) for tensor in store.tensors()]
+    kept = [torch.zeros(tensor.shape[:2], dtype=torch.bool) for tensor in slot_tensors(store)]
     for slot, length in lengths.items():
         masks = iter(mask[slot] for mask in kept)
 
@@ -192,7 +218,7 @@ def visible_cells(config: ModelConfig, store: RowStore, lengths: dict[int, int])
 def poison(store: RowStore, kept: Sequence[Tensor], value: float) -> None:
     """Put `value`, with random signs, into every cell that is not in `kept`."""
     generator = torch.Generator().manual_seed(7)
-    for tensor, mask in zip(store.tensors(), kept, strict=True):
+    for tensor, mask in zip(slot_tensors(store, writable=True), kept, strict=True):
         signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
         poisoned = (signs * value).to(tensor.dtype)
         tensor.copy_(torch.where(mask.unsqueeze(-1), tensor, poisoned))

@@ -10,14 +10,20 @@ from pathlib import Path
 from polytempo.bench.run import Measurement
 from polytempo.errors import ConfigError
 
-COLUMNS = ("mode", "batch", "tok/s", "step ms", "tok/forward", "mtp/step", "propose", "acceptance by place")
+COLUMNS = (
+    "mode", "dtype", "threads", "batch", "tok/s", "ratio", "step ms", "tok/forward", "mtp/step", "plan", "forward",
+    "verify", "propose", "acceptance by place",
+)  # fmt: skip
 
 
 def summary(measurement: Measurement) -> dict:
     """Figures of one measurement as plain numbers, without the raw series."""
     steps = measurement.step_ms or [0.0]
+    phases, total = measurement.phases, measurement.phases.total
     return {
-        "mode": measurement.mode,
+        "mode": measurement.mode.name,
+        "dtype": measurement.dtype,
+        "threads": measurement.threads,
         "batch": measurement.batch,
         "tokens_per_second": round(measurement.tokens_per_second, 2),
         "step_ms": {
@@ -28,20 +34,29 @@ def summary(measurement: Measurement) -> dict:
         "steps": len(measurement.step_ms),
         "tokens_per_forward": round(measurement.tokens_per_forward, 3),
         "mtp_forwards_per_step": round(measurement.mtp_forwards_per_step, 2),
-        "propose_share": round(measurement.propose_seconds / measurement.seconds, 3) if measurement.seconds else 0.0,
+        "phase_shares": {name: round(seconds / total, 3) for name, seconds in asdict(phases).items()} if total else {},
         "acceptance": [round(share, 3) for share in measurement.acceptance],
     }
 
 
+def setting(measurement: Measurement) -> tuple[str, int, int]:
+    """What measurements must share to be compared: dtype, threads, batch."""
+    return measurement.dtype, measurement.threads, measurement.batch
+
+
 def table(measurements: Sequence[Measurement]) -> str:
-    """A text table, one line per measurement."""
+    """A text table, one line per measurement; ratio is tok/s over that of the first mode at the same setting."""
     rows = [COLUMNS]
+    first: dict[tuple, Measurement] = {}
     for measurement in measurements:
         figures = summary(measurement)
+        base = first.setdefault(setting(measurement), measurement).tokens_per_second
+        ratio = measurement.tokens_per_second / base if base else 0.0
         rows.append((
-            figures["mode"], str(figures["batch"]), f"{figures['tokens_per_second']:.1f}",
-            f"{figures['step_ms']['median']:.1f}", f"{figures['tokens_per_forward']:.2f}",
-            f"{figures['mtp_forwards_per_step']:.2f}", f"{figures['propose_share']:.0%}",
+            figures["mode"], figures["dtype"], str(figures["threads"]), str(figures["batch"]),
+            f"{figures['tokens_per_second']:.1f}", f"{ratio:.2f}", f"{figures['step_ms']['median']:.1f}",
+            f"{figures['tokens_per_forward']:.2f}", f"{figures['mtp_forwards_per_step']:.2f}",
+            *(f"{share:.0%}" for share in figures["phase_shares"].values()),
             " ".join(f"{share:.2f}" for share in figures["acceptance"]) or "-",
         ))  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
@@ -49,17 +64,34 @@ def table(measurements: Sequence[Measurement]) -> str:
     return "\n".join(lines)
 
 
-def disagreements(measurements: Sequence[Measurement]) -> list[str]:
-    """Modes whose tokens differ from the first mode's at the same batch size; empty if decoding is lossless."""
-    first: dict[int, Measurement] = {}
-    wrong = []
+def equal_tokens(measurement: Measurement, reference: Measurement) -> tuple[int, int]:
+    """(tokens of each row before its first difference from the reference, all tokens), summed over rows."""
+    equal = 0
+    for ours, theirs in zip(measurement.outputs, reference.outputs, strict=True):
+        differing = (place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+        equal += next(differing, len(ours))
+    return equal, sum(map(len, measurement.outputs))
+
+
+def disagreements(measurements: Sequence[Measurement]) -> tuple[list[str], list[str]]:
+    """Compare every mode's tokens with the first mode's at the same setting.
+
+    Args:
+        measurements: as `run_suite` returns them.
+
+    Returns:
+        (faults, notes): differences of modes that promise equality, and of modes that do not (left_aligned).
+    """
+    first: dict[tuple, Measurement] = {}
+    faults, notes = [], []
     for measurement in measurements:
-        reference = first.setdefault(measurement.batch, measurement)
-        rows = [place for place, pair in enumerate(zip(reference.outputs, measurement.outputs, strict=True))
-                if pair[0] != pair[1]]  # fmt: skip
-        if rows:
-            wrong.append(f"{measurement.mode} at batch {measurement.batch}: rows {rows} differ from {reference.mode}")
-    return wrong
+        reference = first.setdefault(setting(measurement), measurement)
+        equal, total = equal_tokens(measurement, reference)
+        if equal < total:
+            at = f"{measurement.mode.name} at batch {measurement.batch} ({measurement.dtype})"
+            text = f"{at}: {equal} of {total} tokens before a first difference from {reference.mode.name}"
+            (faults if measurement.mode.is_exact else notes).append(text)
+    return faults, notes
 
 
 def plot(measurements: Sequence[Measurement], out_dir: Path) -> list[Path]:
@@ -84,11 +116,13 @@ def plot(measurements: Sequence[Measurement], out_dir: Path) -> list[Path]:
 
     out_dir.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    for mode in dict.fromkeys(measurement.mode for measurement in measurements):
-        points = [(m.batch, m.tokens_per_second) for m in measurements if m.mode == mode]
-        axes.plot(*zip(*points, strict=True), marker="o", label=mode)
+    lines: dict[str, list[Measurement]] = {}
+    for m in measurements:
+        lines.setdefault(f"{m.mode.name}, {m.dtype}, {m.threads} threads", []).append(m)
+    for label, points in lines.items():
+        axes.plot([m.batch for m in points], [m.tokens_per_second for m in points], marker="o", label=label)
     axes.set(xlabel="rows", ylabel="decode tokens per second, all rows", xscale="log", title="Throughput by batch")
-    axes.legend()
+    axes.legend(fontsize=7)
     axes.grid(alpha=0.3)
     paths = [out_dir / "throughput.png", out_dir / "positions.png"]
     figure.tight_layout()
@@ -97,7 +131,7 @@ def plot(measurements: Sequence[Measurement], out_dir: Path) -> list[Path]:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for row_idx in range(widest.batch):
         axes.plot([step[row_idx] for step in widest.positions], linewidth=0.8)
-    title = f"Every row at its own pace: {widest.mode}, {widest.batch} rows"
+    title = f"Every row at its own pace: {widest.mode.name}, {widest.batch} rows"
     axes.set(xlabel="step", ylabel="tokens of the row", title=title)
     axes.grid(alpha=0.3)
     figure.tight_layout()

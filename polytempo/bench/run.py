@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
 
-from polytempo.engine.propose import CaughtUp, Proposer, ScriptedProposer
+from polytempo.engine.propose import ScriptedProposer
 from polytempo.engine.row import Row
+from polytempo.engine.stats import DraftStats, StepSeconds
 from polytempo.llm import LLM
 from polytempo.types import SamplingParams
 
@@ -20,19 +21,27 @@ class Mode:
     """One way to decode.
 
     Attributes:
-        draft_len: drafts per row and step; 0 does not speculate.
+        draft_len: drafts per row and step, or "auto"; 0 does not speculate.
         kv_advance: "per_sequence" or "cohort".
+        kv_layout: "ring" or "left_aligned".
     """
 
-    draft_len: int
+    draft_len: int | str
     kv_advance: str = "per_sequence"
+    kv_layout: str = "ring"
 
     @property
     def name(self) -> str:
         """Short label for tables."""
-        if not self.draft_len:
-            return "none"
-        return f"mtp-{self.draft_len}" + ("" if self.kv_advance == "per_sequence" else "-cohort")
+        name = f"mtp-{self.draft_len}" if self.draft_len else "none"
+        if self.kv_advance != "per_sequence":
+            name += f"-{self.kv_advance}"
+        return name if self.kv_layout == "ring" else f"{name}-{self.kv_layout}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its tokens must equal those of every other exact mode."""
+        return self.kv_layout == "ring"
 
     @property
     def speculate(self) -> str:
@@ -45,11 +54,13 @@ class Measurement:
     """What one mode did with one batch.
 
     Attributes:
-        mode: label.
+        mode: how it decoded.
+        dtype: of the weights.
+        threads: torch threads.
         batch: rows.
         tokens: emitted in the timed steps.
         seconds: of the timed steps.
-        propose_seconds: of them, spent proposing.
+        phases: of them, by phase of the step.
         step_ms: each timed step.
         tokens_per_forward: tokens of all rows / (rows · timed steps).
         acceptance: accepted / drafted by place in the run.
@@ -58,11 +69,13 @@ class Measurement:
         outputs: every row's output tokens.
     """
 
-    mode: str
+    mode: Mode
+    dtype: str
+    threads: int
     batch: int
     tokens: int = 0
     seconds: float = 0.0
-    propose_seconds: float = 0.0
+    phases: StepSeconds = field(default_factory=StepSeconds)
     step_ms: list[float] = field(default_factory=list)
     tokens_per_forward: float = 0.0
     acceptance: list[float] = field(default_factory=list)
@@ -74,19 +87,6 @@ class Measurement:
     def tokens_per_second(self) -> float:
         """Decode throughput over all rows."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-
-class TimedProposer:
-    """Passes everything to a proposer and keeps the seconds."""
-
-    def __init__(self, inner: Proposer) -> None:
-        self.inner, self.seconds = inner, 0.0
-
-    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
-        """As the inner proposer."""
-        start = time.perf_counter()
-        self.inner.propose(rows, streams, draft_lens)
-        self.seconds += time.perf_counter() - start
 
 
 def oracle_script(
@@ -116,7 +116,7 @@ def measure(
     """Decode one batch.
 
     Args:
-        llm: with at least as many rows as prompts, built for this mode's speculate, draft_len and kv_advance.
+        llm: with at least as many rows as prompts, built for this mode's options.
         mode: label and draft length.
         prompts: one per row.
         max_tokens: output tokens per row.
@@ -129,36 +129,33 @@ def measure(
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     rows = [llm.rows_of(list(prompt), params)[0] for prompt in prompts]
     engine.add(rows)
-    inner = real = engine.proposer
+    real = engine.proposer
     if scripted is not None and mode.draft_len:
         acceptance, outputs = scripted
-        inner = ScriptedProposer(oracle_script(outputs, rows, acceptance, llm.model.config.vocab_size, seed=0))
-    timed = TimedProposer(inner)
-    engine.proposer = timed
-    result = Measurement(mode.name, len(rows))
+        script = oracle_script(outputs, rows, acceptance, llm.model.config.vocab_size, seed=0)
+        engine.proposer = ScriptedProposer(script)
+    result = Measurement(mode, str(llm.model.dtype).removeprefix("torch."), torch.get_num_threads(), len(rows))
     forwards = 0
     while engine.has_work:
         all_decode = len(engine.scheduler.running) == len(rows) and all(row.is_decoding for row in rows)
-        before, forwards_before = sum(row.num_tokens for row in rows), getattr(inner, "num_forwards", 0)
-        propose_before, start = timed.seconds, time.perf_counter()
+        before, forwards_before = sum(row.num_tokens for row in rows), getattr(engine.proposer, "num_forwards", 0)
+        engine.seconds, start = StepSeconds(), time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - start
         result.positions.append([row.num_tokens for row in rows])
         if all_decode:
             result.tokens += sum(row.num_tokens for row in rows) - before
             result.seconds += seconds
-            result.propose_seconds += timed.seconds - propose_before
+            result.phases.add(engine.seconds)
             result.step_ms.append(seconds * 1e3)
-            forwards += getattr(inner, "num_forwards", 0) - forwards_before
+            forwards += getattr(engine.proposer, "num_forwards", 0) - forwards_before
     engine.proposer = real
     num_steps = max(1, len(result.step_ms))
     result.tokens_per_forward = result.tokens / (len(rows) * num_steps)
     result.mtp_forwards_per_step = forwards / num_steps
-    totals = [row.stats for row in rows]
-    places = max((len(stats.drafted_at) for stats in totals), default=0)
-    for place in range(places):
-        drafted = sum(stats.drafted_at[place] for stats in totals if place < len(stats.drafted_at))
-        accepted = sum(stats.accepted_at[place] for stats in totals if place < len(stats.accepted_at))
-        result.acceptance.append(accepted / drafted)
+    totals = DraftStats()
+    for row in rows:
+        totals.add(row.stats)
+    result.acceptance = totals.acceptance_by_place
     result.outputs = [tuple(row.output_token_ids) for row in rows]
     return result

@@ -1,9 +1,9 @@
-"""All modes at all batch sizes, in one process, on one set of weights."""
+"""All modes at all batch sizes, in one process, on one set of weights per dtype."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,61 +20,82 @@ class Suite:
     """What to measure; fields are the options of `polytempo bench`."""
 
     model_dir: Path | None = None
-    dtype: str = "auto"
+    dtypes: Sequence[str] = ("auto",)
     batches: Sequence[int] = (1, 8, 32)
-    draft_lens: Sequence[int] = (0, 1, 3)
-    cohort: bool = False
+    draft_lens: Sequence[int | str] = (0, 1, 3, "auto")
+    kv_advances: Sequence[str] = ("per_sequence",)
+    kv_layouts: Sequence[str] = ("ring",)
     prompt_lens: Sequence[int] = (32, 200, 64, 400)
     max_tokens: int = 64
     scripted_acceptance: float | None = None
     repeat: int = 1
-    threads: int | None = None
+    threads: Sequence[int] = ()
     seed: int = 0
     kernels: str = "auto"
 
     def modes(self) -> list[Mode]:
-        """Every draft length per sequence, then by cohort if asked; no drafts first, as the reference."""
-        lengths = sorted({0, *self.draft_lens})
-        modes = [Mode(length) for length in lengths]
-        return modes + [Mode(length, "cohort") for length in lengths if length and self.cohort]
+        """Every draft length by every advance mode and layout; no drafts on the first layout first, as the reference.
+
+        Without drafts all advance modes are one.
+        """
+        lengths = [0, *(length for length in self.draft_lens if length != 0)]
+        modes = []
+        for layout in self.kv_layouts:
+            for length in lengths:
+                advances = self.kv_advances if length else ("per_sequence",)
+                modes += [Mode(length, advance, layout) for advance in advances]
+        return modes
+
+    @property
+    def num_runs(self) -> int:
+        """How often a batch is decoded."""
+        settings = len(self.dtypes) * max(1, len(self.threads)) * len(self.batches)
+        return settings * len(self.modes()) * self.repeat
 
 
 def run_suite(suite: Suite) -> list[Measurement]:
-    """Measure every mode at every batch size, `repeat` times; the run of median throughput is kept.
+    """Measure every mode at every dtype, thread count and batch size, `repeat` times.
+
+    Modes take turns, so that a machine that slows down slows all of them; of each mode's runs the one of median
+    throughput is kept.
 
     Args:
         suite: what to measure.
 
     Returns:
-        Measurements in order of batch, the undrafted mode first.
+        Measurements in order of dtype, threads and batch, the undrafted mode first.
 
     Raises:
         CheckpointError, ConfigError, RequestError: as LLM.
     """
-    if suite.threads:
-        torch.set_num_threads(suite.threads)
-    base = LLM(suite.model_dir, suite.dtype)
-    limit = max(suite.prompt_lens) + suite.max_tokens
     results = []
-    with tqdm(total=len(suite.batches) * len(suite.modes()) * suite.repeat, unit="run", desc="bench") as bar:
-        for batch in suite.batches:
-            work = prompts(base.tokenizer, base.model.config.vocab_size, suite.prompt_lens, batch, suite.seed)
-            outputs = None
-            for mode in suite.modes():
-                runs = []
-                for _ in range(suite.repeat):
-                    llm = LLM.from_model(
-                        base.model, base.tokenizer, max_rows=batch, max_model_len=limit, speculate=mode.speculate,
-                        draft_len=mode.draft_len, kv_advance=mode.kv_advance, kernels=suite.kernels,
-                        max_step_tokens=max(1024, batch * (mode.draft_len + 1)),
-                    )  # fmt: skip
-                    scripted = None
-                    if suite.scripted_acceptance is not None and outputs is not None:
-                        scripted = (suite.scripted_acceptance, outputs)
-                    runs.append(measure(llm, mode, work, suite.max_tokens, scripted))
-                    bar.update()
-                runs.sort(key=lambda run: run.tokens_per_second)
-                middle = statistics.median_low(range(len(runs)))
-                results.append(runs[middle])
-                outputs = outputs or results[-1].outputs
+    with tqdm(total=suite.num_runs, unit="run", desc="bench") as bar:
+        for dtype in suite.dtypes:
+            base = LLM(suite.model_dir, dtype)
+            for threads in suite.threads or (torch.get_num_threads(),):
+                torch.set_num_threads(threads)
+                for batch in suite.batches:
+                    results += _measure_batch(suite, base, batch, bar)
     return results
+
+
+def _measure_batch(suite: Suite, base: LLM, batch: int, bar: tqdm) -> Iterator[Measurement]:
+    work = prompts(base.tokenizer, base.model.config.vocab_size, suite.prompt_lens, batch, suite.seed)
+    limit = max(suite.prompt_lens) + suite.max_tokens
+    runs: dict[Mode, list[Measurement]] = {mode: [] for mode in suite.modes()}
+    scripted = None
+    for _ in range(suite.repeat):
+        for mode, mode_runs in runs.items():
+            most = 0 if isinstance(mode.draft_len, str) else mode.draft_len
+            llm = LLM.from_model(
+                base.model, base.tokenizer, max_rows=batch, max_model_len=limit, speculate=mode.speculate,
+                draft_len=mode.draft_len, kv_advance=mode.kv_advance, kv_layout=mode.kv_layout,
+                kernels=suite.kernels, max_step_tokens=max(1024, batch * (most + 1)),
+            )  # fmt: skip
+            mode_runs.append(measure(llm, mode, work, suite.max_tokens, scripted))
+            if suite.scripted_acceptance is not None and scripted is None:
+                scripted = suite.scripted_acceptance, mode_runs[0].outputs
+            bar.update()
+    for mode_runs in runs.values():
+        mode_runs.sort(key=lambda run: run.tokens_per_second)
+        yield mode_runs[statistics.median_low(range(len(mode_runs)))]

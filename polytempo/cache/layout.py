@@ -41,7 +41,7 @@ class LayerShape:
 
     Attributes:
         ratio: 0, 4 or 128.
-        window_cells: ring of raw keys, in positions.
+        window_cells: raw keys, in positions.
         input_cells: ring of compressor inputs, in positions; 0 for ratio 0.
         max_entries: columns for entries, a multiple of BLOCK; 0 for ratio 0.
         head_dim: channels of a key and of an entry.
@@ -61,18 +61,34 @@ class LayerShape:
         return self.head_dim * (2 if self.ratio == OVERLAP_RATIO else 1)
 
     @property
+    def num_slot_elements(self) -> int:
+        """Stored numbers of what every slot owns: raw keys and compressor inputs."""
+        inputs = self.input_cells * 2 * (self.input_width + 2 * self.index_head_dim)
+        return self.window_cells * self.head_dim + inputs
+
+    @property
     def num_elements(self) -> int:
-        """Stored numbers per slot."""
-        total = self.window_cells * self.head_dim + self.max_entries * (self.head_dim + self.index_head_dim)
-        return total + self.input_cells * 2 * (self.input_width + 2 * self.index_head_dim)
+        """Stored numbers of a slot whose entries are all there."""
+        return self.num_slot_elements + self.max_entries * (self.head_dim + self.index_head_dim)
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """State of all layers and of the MTP block, per slot."""
+    """State of all layers and of the MTP block, per slot.
+
+    Attributes:
+        layers: decoder layers.
+        mtp: MTP blocks.
+        kv_layout: engine option, "ring" or "left_aligned".
+        window: config field `sliding_window`.
+        kept_cells: positions before a forward that `left_aligned` keeps when it drops old keys.
+    """
 
     layers: tuple[LayerShape, ...]
     mtp: tuple[LayerShape, ...]
+    kv_layout: str
+    window: int
+    kept_cells: int
 
     @classmethod
     def build(cls, model: ModelConfig, engine: EngineConfig) -> StateShape:
@@ -86,16 +102,57 @@ class StateShape:
             The shape.
         """
         layers = tuple(_layer_shape(model, engine, ratio) for ratio in model.compress_ratios)
-        return cls(layers, tuple(_layer_shape(model, engine, ratio) for ratio in model.mtp_compress_ratios))
+        mtp = tuple(_layer_shape(model, engine, ratio) for ratio in model.mtp_compress_ratios)
+        return cls(layers, mtp, engine.kv_layout, model.sliding_window, _kept_cells(model, engine))
+
+    @property
+    def window_cells(self) -> int:
+        """Positions whose raw keys a slot holds, the same in every layer."""
+        return (*self.layers, *self.mtp)[0].window_cells
+
+    def slot_bytes(self, bytes_per_element: int) -> int:
+        """Memory that every slot takes from the start, entries apart."""
+        return sum(layer.num_slot_elements for layer in (*self.layers, *self.mtp)) * bytes_per_element
 
     def bytes_per_row(self, bytes_per_element: int) -> int:
-        """Memory of one slot at this element size."""
+        """Memory of one row of max_model_len tokens at this element size, the most that a row takes."""
         return sum(layer.num_elements for layer in (*self.layers, *self.mtp)) * bytes_per_element
 
 
+def live_bytes(shape: StateShape, num_tokens: Sequence[int], num_slots: int, bytes_per_element: int) -> int:
+    """What the state of rows must take at least: rings of every slot, and each row's own entries and indexer keys.
+
+    Args:
+        shape: of the state.
+        num_tokens: tokens in the store, per running row.
+        num_slots: slots whose rings are allocated.
+        bytes_per_element: of the state's dtype.
+
+    Returns:
+        Bytes.
+    """
+    entries = sum(
+        num_entries(count, layer.ratio) * (layer.head_dim + layer.index_head_dim)
+        for layer in shape.layers if layer.ratio for count in num_tokens
+    )  # fmt: skip
+    return num_slots * shape.slot_bytes(bytes_per_element) + entries * bytes_per_element
+
+
+def _kept_cells(model: ModelConfig, engine: EngineConfig) -> int:
+    # The window before a forward's first position, and what a rewind of at most a chunk can reopen before that.
+    return model.sliding_window - 1 + engine.max_chunk
+
+
+def _window_cells(model: ModelConfig, engine: EngineConfig) -> int:
+    if engine.kv_layout == "ring":
+        # The chunk is written before it attends: its first query still needs the window before it.
+        return model.sliding_window - 1 + engine.max_chunk
+    # Twice what is kept, so that a copy is made room for many steps, and the widest segment.
+    return 2 * _kept_cells(model, engine) + engine.max_chunk
+
+
 def _layer_shape(model: ModelConfig, engine: EngineConfig, ratio: int) -> LayerShape:
-    # The chunk is written before it attends: its first query still needs the window before it.
-    window_cells = model.sliding_window - 1 + engine.max_chunk
+    window_cells = _window_cells(model, engine)
     if not ratio:
         return LayerShape(0, window_cells, 0, 0, model.head_dim, 0)
     # The first entry that a chunk completes reads back over its own span and, with overlap, one more; a rewind

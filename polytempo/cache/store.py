@@ -1,23 +1,27 @@
-"""The tensors of all rows, addressed by slot. Holds no length: what is valid follows from positions."""
+"""The tensors of all rows, addressed by slot and block. Holds no length: what is valid follows from positions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from polytempo.cache.layout import LayerShape, StateShape
+from polytempo.cache.layout import BLOCK, LayerShape, Segment, StateShape
+from polytempo.cache.pool import NULL_BLOCK, EntryPool, RatioPool
+from polytempo.cache.view import BatchView
+from polytempo.cache.window import WindowLayout, window_layout
 
 
-@dataclass(frozen=True)
+@dataclass
 class PooledState:
     """State of one compressor: the inputs of recent spans, and the entries made of them.
 
     Attributes:
         kv: [slots, input_cells, width], ring by position.
         gate: [slots, input_cells, width], ring by position.
-        entries: [slots, max_entries, head_dim], column e is entry e.
+        entries: [blocks, BLOCK, head_dim]; entry e of a slot is in its block number e // BLOCK. Grows with the pool.
     """
 
     kv: Tensor
@@ -26,17 +30,23 @@ class PooledState:
 
     @classmethod
     def allocate(cls, shape: LayerShape, head_dim: int, num_slots: int, like: Tensor) -> PooledState:
-        """Zeroed state for entries of head_dim channels."""
+        """Zeroed state for entries of head_dim channels; of blocks only the null block."""
         width = shape.input_width // shape.head_dim * head_dim
         return cls(
             like.new_zeros(num_slots, shape.input_cells, width),
             like.new_zeros(num_slots, shape.input_cells, width),
-            like.new_zeros(num_slots, shape.max_entries, head_dim),
+            like.new_zeros(NULL_BLOCK + 1, BLOCK, head_dim),
         )
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, slot first."""
-        return self.kv, self.gate, self.entries
+    def fit(self, pool: RatioPool) -> None:
+        """Take the pool's size, and zero the blocks that it handed out: what their last owner left may be NaN."""
+        missing = pool.size - self.entries.shape[0]
+        if missing < 0:
+            self.entries = self.entries[: pool.size].clone()
+        if missing > 0:
+            self.entries = torch.cat((self.entries, self.entries.new_zeros(missing, *self.entries.shape[1:])))
+        if pool.fresh:
+            self.entries[torch.tensor(pool.fresh, device=self.entries.device)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class LayerState:
 
     Attributes:
         shape: its sizes.
-        window: [slots, window_cells, head_dim], ring by position.
+        window: [slots, window_cells, head_dim], raw keys in the cells that the store's window layout says.
         compressed: of layers with a compressor.
         index: of layers with an indexer.
     """
@@ -59,49 +69,121 @@ class LayerState:
     def allocate(cls, shape: LayerShape, num_slots: int, like: Tensor) -> LayerState:
         """Zeroed state in the dtype and on the device of `like`."""
         window = like.new_zeros(num_slots, shape.window_cells, shape.head_dim)
-        compressed = PooledState.allocate(shape, shape.head_dim, num_slots, like) if shape.ratio else None
-        index = PooledState.allocate(shape, shape.index_head_dim, num_slots, like) if shape.index_head_dim else None
-        return cls(shape, window, compressed, index)
+        widths = (shape.head_dim if shape.ratio else 0, shape.index_head_dim)
+        pooled = (PooledState.allocate(shape, width, num_slots, like) if width else None for width in widths)
+        return cls(shape, window, *pooled)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, slot first."""
-        pooled = [state.tensors() for state in (self.compressed, self.index) if state is not None]
-        return (self.window, *(tensor for group in pooled for tensor in group))
+    @property
+    def pooled(self) -> tuple[PooledState, ...]:
+        """Compressor and indexer state, those that the layer has."""
+        return tuple(state for state in (self.compressed, self.index) if state is not None)
+
+    def per_slot(self) -> tuple[Tensor, ...]:
+        """What every slot owns, slot first: raw keys and compressor inputs."""
+        return (self.window, *(tensor for state in self.pooled for tensor in (state.kv, state.gate)))
 
 
 @dataclass(frozen=True)
 class RowStore:
-    """Every tensor of every row: one LayerState per decoder layer and per MTP block."""
+    """Every tensor of every row: one LayerState per decoder layer and per MTP block.
+
+    Attributes:
+        layers: of the decoder layers.
+        mtp: of the MTP blocks.
+        target_windows: layout of the layers' raw keys.
+        mtp_windows: layout of the MTP blocks' raw keys.
+        pool: who holds which block of entries.
+        device: where the state lives.
+    """
 
     layers: tuple[LayerState, ...]
     mtp: tuple[LayerState, ...]
+    target_windows: WindowLayout
+    mtp_windows: WindowLayout
+    pool: EntryPool
+    device: torch.device
 
     @classmethod
     def allocate(
-        cls, shape: StateShape, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        shape: StateShape,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        memory: int | None = None,
     ) -> RowStore:
-        """Allocate zeroed state.
+        """Allocate zeroed state; entries get blocks as rows grow.
 
         Args:
             shape: sizes per slot.
             num_slots: seats.
             dtype: of keys, compressor inputs and entries.
             device: where they live.
+            memory: most bytes of all state together, None for no bound.
 
         Returns:
             The store.
+
+        Raises:
+            ConfigError: so little memory does not hold one row of max_model_len.
         """
         like = torch.empty(0, dtype=dtype, device=device)
+        budget = None if memory is None else memory - num_slots * shape.slot_bytes(dtype.itemsize)
+        pool = EntryPool(shape, num_slots, dtype.itemsize, budget)
         return cls(
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.layers),
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.mtp),
+            window_layout(shape, num_slots),
+            window_layout(shape, num_slots),
+            pool,
+            like.device,
         )
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, slot first."""
-        return tuple(tensor for layer in (*self.layers, *self.mtp) for tensor in layer.tensors())
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tensors."""
+        slots = sum(tensor.nbytes for layer in (*self.layers, *self.mtp) for tensor in layer.per_slot())
+        return slots + sum(state.entries.nbytes for layer in self.layers for state in layer.pooled)
 
     def clear(self, slot: int) -> None:
-        """Zero a slot. Masked cells take no weight, but 0 · NaN is NaN: a failed row must not outlive its seat."""
-        for tensor in self.tensors():
-            tensor[slot].zero_()
+        """Zero a slot and take back its blocks.
+
+        Masked cells take no weight, but 0 · NaN is NaN: a failed row must not outlive its seat.
+        """
+        for layer in (*self.layers, *self.mtp):
+            for tensor in layer.per_slot():
+                tensor[slot].zero_()
+        self.pool.release(slot)
+        self.target_windows.clear(slot)
+        self.mtp_windows.clear(slot)
+
+    def target_view(self, segments: Sequence[Segment], ratios: Sequence[int]) -> BatchView:
+        """Make room for a target forward over these segments, and lay it out; `ratios` as of `BatchView.build`.
+
+        Raises:
+            CapacityError: there are not enough blocks; the scheduler reserves them before, and sets rows back.
+        """
+        self.target_windows.make_room(segments, [layer.window for layer in self.layers])
+        for segment in segments:
+            self.pool.reserve(segment.slot, segment.end)
+        self.fit()
+        tables = {ratio: pool.table for ratio, pool in self.pool.ratios.items()}
+        return BatchView.build(segments, self.target_windows, ratios, self.device, tables)
+
+    def shrink(self) -> None:
+        """Give the entries' memory back, if no row holds any."""
+        self.pool.shrink()
+        self.fit()
+
+    def fit(self) -> None:
+        """Bring every tensor of entries to the pool's size, and zero blocks that were handed out since."""
+        for layer in self.layers:
+            for state in layer.pooled:
+                state.fit(self.pool.ratios[layer.shape.ratio])
+        for pool in self.pool.ratios.values():
+            pool.fresh.clear()
+
+    def mtp_view(self, segments: Sequence[Segment]) -> BatchView:
+        """The same for a forward of the MTP block, which has no entries."""
+        self.mtp_windows.make_room(segments, [layer.window for layer in self.mtp])
+        return BatchView.build(segments, self.mtp_windows, (), self.device)

@@ -3,49 +3,88 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
+from polytempo.cli.options import DTYPES
 from polytempo.config import KERNELS
 
 
-def _integers(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a comma-separated list of integers, such as 1,8,32") from None
-    if not numbers or min(numbers) < (0 if param.name == "draft_lens" else 1):
-        raise click.BadParameter(f"{value!r} holds a number that is too small")
-    return numbers
+class _List(click.ParamType):
+    """Comma-separated integers of at least `least`, words among `words`, or both."""
+
+    def __init__(self, least: int | None = 1, words: Sequence[str] = ()) -> None:
+        self.least, self.words = least, words
+        self.name = "list"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int | str]:
+        if not isinstance(value, str) or not value:
+            return value
+        return [self._one(part.strip(), param, ctx) for part in value.split(",")]
+
+    def _one(self, part: str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if part in self.words:
+            return part
+        known = [f"an integer of at least {self.least}"] if self.least is not None else []
+        known += map(repr, self.words)
+        try:
+            number = int(part)
+        except ValueError:
+            number = None
+        if number is None or self.least is None or number < self.least:
+            self.fail(f"{part!r} is not {' or '.join(known)}", param, ctx)
+        return number
 
 
 @click.command("bench")
 @click.option("--model", "model_dir", type=click.Path(path_type=Path), help="Checkpoint directory.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
-@click.option("-b", "--batch", "batches", default="1,8,32", show_default=True, callback=_integers, help="Rows.")
-@click.option("--draft-lens", default="0,1,3", show_default=True, callback=_integers, help="0 does not speculate.")
-@click.option("--cohort", is_flag=True, help="Measure the cohort advance too.")
-@click.option("--prompt-lens", default="32,200,64,400", show_default=True, callback=_integers, help="Mix, in turn.")
+@click.option("--dtype", "dtypes", default="auto", show_default=True, type=_List(None, DTYPES), help="Of the weights.")
+@click.option("-b", "--batch", "batches", default="1,8,32", show_default=True, type=_List(), help="Rows.")
+@click.option(
+    "--draft-lens", default="0,1,3,auto", show_default=True, type=_List(0, ("auto",)), help="0 does not speculate."
+)
+@click.option(
+    "--kv-advance", "kv_advances", default="per_sequence", show_default=True,
+    type=_List(None, ("per_sequence", "cohort")), help="How far rows advance.",
+)
+@click.option(
+    "--kv-layout", "kv_layouts", default="ring", show_default=True, type=_List(None, ("ring", "left_aligned")),
+    help="How raw keys lie.",
+)
+@click.option("--prompt-lens", default="32,200,64,400", show_default=True, type=_List(), help="Mix, in turn.")
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(2), help="Output tokens per row.")
 @click.option("--scripted-acceptance", type=click.FloatRange(0, 1), help="Drafts right with this probability.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs; the median counts.")
-@click.option("--threads", type=click.IntRange(1), help="Torch threads.")
+@click.option("--threads", default="", type=_List(), help="Torch threads [default: as torch chooses].")
 @click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="C++ or torch.")
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
 @click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Write bench.json and plots here.")
 def bench_command(out_dir: Path | None, **options: object) -> None:
     """Measure decode throughput; every mode decodes the same prompts, and their tokens must be equal.
 
-    Only steps in which every row decodes are timed. The last line of output is JSON.
-    """
+    Options that take a list are crossed with one another. Only steps in which every row decodes are timed. Tokens of
+    left_aligned are compared too, but may differ: its order of reduction depends on the batch. The last line of
+    output is JSON.
+
+    \b
+    Examples:
+      polytempo bench -b 1,8,32,128 --draft-lens 0,1,2,3,auto --repeat 3 --out results
+      polytempo bench -b 1,128 --draft-lens 3 --kv-advance per_sequence,cohort --scripted-acceptance 0.8
+    """  # noqa: D301
     from polytempo.bench.report import disagreements, plot, summary, table, to_json
     from polytempo.bench.suite import Suite, run_suite
 
     measurements = run_suite(Suite(**options))
     click.echo(table(measurements))
-    wrong = disagreements(measurements)
-    click.echo("\n".join(wrong) if wrong else "all modes emitted the same tokens")
+    wrong, notes = disagreements(measurements)
+    click.echo("\n".join(wrong) if wrong else "all modes at layout ring emitted the same tokens")
+    for note in notes:
+        click.echo(note)
     if out_dir is not None:
         for path in plot(measurements, out_dir):
             click.echo(f"wrote {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ Command = Callable[..., Any]
 
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINE_OPTIONS = (
-    "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kernels",
+    "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
+    "memory", "kernels",
 )  # fmt: skip
 
 
@@ -34,6 +36,21 @@ class _IntegerOr(click.ParamType):
             return int(value)
         except ValueError:
             self.fail(f"{value!r} is neither an integer nor {self.word!r}", param, ctx)
+
+
+class Size(click.ParamType):
+    """A number of bytes, with or without a unit."""
+
+    name = "size"
+    units = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match is None or match[2] not in self.units:
+            self.fail(f"{value!r} is not a size such as 512MiB or 4GB", param, ctx)
+        return int(float(match[1]) * self.units[match[2]])
 
 
 class _Bias(click.ParamType):
@@ -90,6 +107,12 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
                 "--kv-advance",
                 type=click.Choice(("per_sequence", "cohort")),
                 help="Rows advance each by their own count, or all by the least [default: per_sequence].",
+            ),
+            click.option("--memory", type=Size(), help="Most for all rows' state, such as 2GiB [default: no bound]."),
+            click.option(
+                "--kv-layout",
+                type=click.Choice(("ring", "left_aligned")),
+                help="How raw keys lie; left_aligned is a baseline, not exact in a batch [default: ring].",
             ),
         ]
     return _all(options)

@@ -25,6 +25,7 @@ def sampling_position(row: Row, drafts: Sequence[int] = ()) -> SamplingPosition:
         choice=row.choice,
         stop_token_ids=request.stop_token_ids,
         bad_word_ids=request.bad_word_ids,
+        grammar_mask=None if row.grammar is None else row.grammar.mask_after(row.output_token_ids, drafts),
     )
 
 

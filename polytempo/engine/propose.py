@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from polytempo.cache.layout import Segment
-from polytempo.cache.view import BatchView
 from polytempo.engine.draw import sampling_position
 from polytempo.engine.row import Row
 from polytempo.engine.sampling import NO_TOKEN, sample
@@ -34,7 +33,14 @@ class CaughtUp:
 
 
 class Proposer(Protocol):
-    """Fills `row.drafts` for the next step."""
+    """Fills `row.drafts` for the next step.
+
+    Attributes:
+        per_row_positions: whether it drafts for each row at that row's own position; without it, the engine advances
+            rows by COHORT.
+    """
+
+    per_row_positions: bool
 
     def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
         """Catch up on committed positions, then draft.
@@ -49,6 +55,8 @@ class Proposer(Protocol):
 class NoProposer:
     """Plain decoding."""
 
+    per_row_positions = True
+
     def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
         """Leave every row without drafts."""
 
@@ -59,6 +67,8 @@ class ScriptedProposer:
     Args:
         script: (row, most drafts) -> token ids for positions num_tokens, num_tokens + 1, …
     """
+
+    per_row_positions = True
 
     def __init__(self, script: Callable[[Row, int], Sequence[int]]) -> None:
         self.script = script
@@ -79,6 +89,8 @@ class MTPProposer:
     Attributes:
         num_forwards: whole-block forwards so far.
     """
+
+    per_row_positions = True
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -116,7 +128,8 @@ class MTPProposer:
             token_idx += range(item.token_idx + start - item.start, item.token_idx + end - item.start)
         if segments:
             inputs = streams[torch.tensor(token_idx, device=streams.device)]
-            mtp_write(self.target.model, self.target.tables, self.target.store, self._view(segments), inputs)
+            target = self.target
+            mtp_write(target.model, target.tables, target.store, target.store.mtp_view(segments), inputs)
 
     def _extend(
         self, chain: list[tuple[CaughtUp, int]], previous: Tensor, depth: int
@@ -128,7 +141,7 @@ class MTPProposer:
             newest = row.drafts[-1] if row.drafts else row.tokens(row.num_tokens - 1, row.num_tokens)[0]
             segments.append(Segment(row.slot, row.kv_len - 1 + depth, [newest]))
         target = self.target
-        output = mtp_forward(target.model, target.tables, target.store, self._view(segments), previous)
+        output = mtp_forward(target.model, target.tables, target.store, target.store.mtp_view(segments), previous)
         self.num_forwards += 1
         positions = [sampling_position(item.row, item.row.drafts) for item, _ in chain]
         # The same noise as the target's: a draft is what the target would draw if their logits agreed.
@@ -142,6 +155,3 @@ class MTPProposer:
         if not kept:
             return [], output
         return [chain[place] for place in kept], output[torch.tensor(kept, device=output.device)]
-
-    def _view(self, segments: Sequence[Segment]) -> BatchView:
-        return BatchView.build(segments, self.target.model.config.sliding_window, (), self.target.model.device)

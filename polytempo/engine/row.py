@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from polytempo.engine.grammar import GrammarState
 from polytempo.engine.stats import DraftStats
 from polytempo.engine.text import OutputText
 from polytempo.errors import InvariantError
@@ -24,6 +25,8 @@ class Request:
         stop_token_ids: EOS (unless ignored) and params.stop_token_ids.
         bad_word_ids: token sequences of params.bad_words.
         arrival: seconds of the monotonic clock.
+        priority: of waiting requests, the lowest goes first; equals in order of arrival.
+        deadline: when the request is given up, seconds of the monotonic clock, or None.
         prompt_logprobs: filled by the first choice's prefill, if asked for; entry 0 is None.
         first_token: when the first output token came, seconds of the monotonic clock.
         finished: when the last choice ended.
@@ -37,6 +40,8 @@ class Request:
     stop_token_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...]
     arrival: float
+    priority: int = 0
+    deadline: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -63,8 +68,10 @@ class Row:
         logprobs: one dict per output token, if asked for.
         finish_reason: None while it runs.
         stop_reason: the stop string or id that ended it.
-        error: what failed, if finish_reason is ERROR.
+        error: what failed, if finish_reason is ERROR; why it was given up, if ABORT.
+        num_set_back: how often it lost its seat to memory and started over.
         stats: its drafts and what became of them.
+        grammar: what the request's grammar allows next, None without one.
     """
 
     request: Request
@@ -78,7 +85,9 @@ class Row:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    num_set_back: int = 0
     stats: DraftStats = field(default_factory=DraftStats)
+    grammar: GrammarState | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,6 +42,7 @@ class SamplingPosition:
         choice: which of the request's n choices.
         stop_token_ids: EOS and stop ids, banned until params.min_tokens are out.
         bad_word_ids: token sequences that must not be completed (`text.bad_word_token_ids`).
+        grammar_mask: what the request's grammar allows here, bit i % 8 of byte i // 8 for token i; None is everything.
     """
 
     params: SamplingParams
@@ -51,6 +53,7 @@ class SamplingPosition:
     choice: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar_mask: bytes | None = None
 
     @property
     def bans_stops(self) -> bool:
@@ -72,7 +75,7 @@ class SamplingPosition:
         """Whether the raw logits' highest is the answer: greedy, and nothing edits the logits."""
         params = self.params
         edits = params.allowed_token_ids or self.bad_word_ids or self.bans_stops or params.logit_bias
-        return params.is_greedy and not edits and not self.has_penalties
+        return params.is_greedy and not edits and not self.has_penalties and self.grammar_mask is None
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class SampledTokens:
         """Why each position without a token has none, by its index; empty in the normal case."""
         failed = (self.token_ids == NO_TOKEN).nonzero().flatten().tolist()
         return {
-            index: "allowed_token_ids, bad_words and min_tokens together leave no token to draw"
+            index: "allowed_token_ids, the grammar, bad_words and min_tokens together leave no token to draw"
             if bool(self.is_finite[index])
             else "the logits are not finite (NaN, +inf, or nothing above -inf)"
             for index in failed
@@ -212,6 +215,10 @@ def _restrict(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
             kept = logits[row_idx, allowed]
             logits[row_idx] = -torch.inf
             logits[row_idx, allowed] = kept
+        if position.grammar_mask is not None:
+            bits = np.unpackbits(np.frombuffer(position.grammar_mask, np.uint8), bitorder="little")
+            allows = torch.from_numpy(bits[: logits.shape[-1]]).to(logits.device).bool()
+            logits[row_idx].masked_fill_(~allows, -torch.inf)
 
 
 def _ban(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:

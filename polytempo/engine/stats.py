@@ -8,6 +8,33 @@ RECENT_FADE = 0.9
 
 
 @dataclass
+class StepSeconds:
+    """Seconds of each phase of one step, or of many added up. On a GPU, phases overlap what the next one waits for.
+
+    Attributes:
+        plan: choosing segments, packing them, building index tensors.
+        forward: the target's layers.
+        verify: logits, sampling, acceptance, commit.
+        propose: everything the proposer does.
+    """
+
+    plan: float = 0.0
+    forward: float = 0.0
+    verify: float = 0.0
+    propose: float = 0.0
+
+    def add(self, other: StepSeconds) -> None:
+        """Add another's seconds to these."""
+        for name in ("plan", "forward", "verify", "propose"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def total(self) -> float:
+        """All phases."""
+        return self.plan + self.forward + self.verify + self.propose
+
+
+@dataclass
 class DraftStats:
     """What became of drafts, counted before a stop trims the accepted run.
 

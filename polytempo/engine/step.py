@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.cache.layout import check_segments
-from polytempo.cache.view import BatchView
+from polytempo.config import AdvanceMode
 from polytempo.engine.accept import Verdict, accept, advance
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.draw import logprob_entries, sampling_position
@@ -28,13 +28,16 @@ from polytempo.engine.propose import CaughtUp, Proposer
 from polytempo.engine.row import Row
 from polytempo.engine.sampling import sample
 from polytempo.engine.scheduler import PlannedRow
+from polytempo.engine.stats import StepSeconds
 from polytempo.engine.target import Target
 from polytempo.model.forward import target_forward
 from polytempo.types import FinishReason, Logprob
 
 
 @torch.inference_mode()
-def run_step(target: Target, proposer: Proposer, policy: DraftPolicy, planned: Sequence[PlannedRow]) -> None:
+def run_step(
+    target: Target, proposer: Proposer, policy: DraftPolicy, mode: AdvanceMode, planned: Sequence[PlannedRow]
+) -> StepSeconds:
     """Advance the planned rows by one target forward.
 
     Rows whose last token is fed gain accepted + 1 output tokens, each by its own count; prompt chunks only fill
@@ -44,14 +47,19 @@ def run_step(target: Target, proposer: Proposer, policy: DraftPolicy, planned: S
         target: model and state.
         proposer: makes the drafts of the next step.
         policy: says how many; told what the step cost if all rows were decoding.
+        mode: how far rows advance.
         planned: at least one row; finished rows keep their finish_reason for the scheduler to release.
+
+    Returns:
+        What each phase took.
     """
     started = time.perf_counter()
     segments = [item.segment for item in planned]
     check_segments(segments, target.config)
-    config = target.model.config
-    view = BatchView.build(segments, config.sliding_window, config.compress_ratios, target.model.device)
+    view = target.store.target_view(segments, target.model.config.compress_ratios)
+    packed = time.perf_counter()
     streams = target_forward(target.model, target.tables, target.store, view)
+    forwarded = time.perf_counter()
     lasts = view.last_token_idx.tolist()
     firsts = [last - len(segment.token_ids) + 1 for segment, last in zip(segments, lasts, strict=True)]
     _record_prompt_logprobs(target, planned, firsts, streams)
@@ -59,19 +67,23 @@ def run_step(target: Target, proposer: Proposer, policy: DraftPolicy, planned: S
     for item in planned:
         item.row.kv_len = item.segment.end - item.num_drafts
     if verifying:
-        _verify(target, [planned[place] for place in verifying], [firsts[place] for place in verifying], streams)
+        _verify(target, mode, [planned[place] for place in verifying], [firsts[place] for place in verifying], streams)
     going_on = [CaughtUp(item.row, item.segment.start, first)
                 for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
     verified = time.perf_counter()
     draft_lens = policy.lengths([item.row for item in going_on])
     proposer.propose(going_on, streams, draft_lens)
+    proposed = time.perf_counter()
     if len(verifying) == len(planned):
         policy.verify_cost.record(view.num_tokens, verified - started)
         if any(draft_lens):
-            policy.draft_cost.record(sum(draft_lens), time.perf_counter() - verified)
+            policy.draft_cost.record(sum(draft_lens), proposed - verified)
+    return StepSeconds(packed - started, forwarded - packed, verified - forwarded, proposed - verified)
 
 
-def _verify(target: Target, planned: Sequence[PlannedRow], firsts: Sequence[int], streams: Tensor) -> None:
+def _verify(
+    target: Target, mode: AdvanceMode, planned: Sequence[PlannedRow], firsts: Sequence[int], streams: Tensor
+) -> None:
     """Sample the target's token at every verify position of all rows at once, accept, commit."""
     token_idx, positions, rows = [], [], []
     for item, first in zip(planned, firsts, strict=True):
@@ -92,7 +104,7 @@ def _verify(target: Target, planned: Sequence[PlannedRow], firsts: Sequence[int]
         place += item.num_drafts + 1
     for item, verdict in zip(planned, verdicts, strict=True):
         item.row.stats.record(item.num_drafts, verdict.num_accepted)
-    verdicts = advance(verdicts, target.config.advance_mode)
+    verdicts = advance(verdicts, mode)
     for item, verdict, start in zip(planned, verdicts, starts, strict=True):
         _commit(item, verdict, entries[start:], target.config.max_model_len)
         if verdict.failed_at is not None and not item.row.is_finished:
@@ -108,6 +120,8 @@ def _commit(
 ) -> None:
     """Append the verdict's tokens until one ends the row; what a stop cuts off was never part of it."""
     row = item.row
+    if row.is_finished:  # aborted since it was planned
+        return
     if row.request.first_token is None and verdict.new_token_ids:
         row.request.first_token = time.monotonic()
     for token_id, entry in zip(verdict.new_token_ids, entries, strict=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polytempo.cache.store import RowStore
 from polytempo.config import EngineConfig
@@ -12,8 +13,13 @@ from polytempo.model.rope import RopeTables
 
 @dataclass(frozen=True)
 class Target:
-    """The full model whose output we promise, on the state that its rows share."""
+    """The full model whose output we promise, on the state that its rows share.
 
+    Attributes:
+        per_row_positions: every row of a forward has its own position, length and draft count.
+    """
+
+    per_row_positions: ClassVar[bool] = True
     model: DeepseekV4
     tables: RopeTables
     store: RowStore

@@ -35,7 +35,7 @@ struct PtLayer {
 // State of one compressor over all slots; entry e of a slot is row e % 64 of block table[slot][e / 64].
 struct PtPool {
     void *kv, *gate, *entries;
-    const int32_t* table;
+    const int64_t* table;
     int64_t cells, table_width;
 };
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from polytempo.cache.layout import BLOCK
 from polytempo.cache.store import LayerState, PooledState
-from polytempo.cache.view import BatchView, TileGroup, padded_entries
+from polytempo.cache.view import BatchView, TileGroup, num_entry_blocks
 from polytempo.model.attention import Attention
+from polytempo.model.caller_mask import tile_mask
 from polytempo.model.compressor import Compressor, choose_entries
 from polytempo.model.ops import matmul, tree_sum
 from polytempo.model.rope import RopeAngles, RopeTables
@@ -29,11 +30,13 @@ class CachedAttention:
         state: the layer's part of the row store.
         view: the forward's tokens.
         tables: RoPE.
+        caller_mask: None, or a checked additive mask over raw keys [B or 1, H or 1, T_q, K].
     """
 
     state: LayerState
     view: BatchView
     tables: RopeTables
+    caller_mask: Tensor | None = None
 
     def __call__(self, attn: Attention, x: Tensor) -> Tensor:
         """Attend: x [T, D], normalised, to [T, D]; writes the tokens' keys and completed entries."""
@@ -41,7 +44,7 @@ class CachedAttention:
         table = self.tables.for_ratio(attn.ratio)
         angles = table.at(view.positions)
         q, q_residual = attn.project_q(x, angles)
-        write_ring(state.window, view, attn.project_kv(x, angles))
+        write_window(state.window, view, attn.project_kv(x, angles))
         if attn.ratio:
             self._write_entries(state.compressed, attn.compressor, x, table)
         index_queries = None
@@ -63,26 +66,31 @@ class CachedAttention:
             cells = completed.input_positions % pooled.kv.shape[1]
             slots = completed.slots.unsqueeze(1)
             entries = compressor.entries(pooled.kv[slots, cells], pooled.gate[slots, cells], completed.entry_ids, table)
-            pooled.entries[completed.slots, completed.entry_ids] = entries.to(pooled.entries.dtype)
+            blocks = self.view.block_tables[compressor.ratio][completed.slots, completed.entry_ids // BLOCK]
+            pooled.entries[blocks, completed.entry_ids % BLOCK] = entries.to(pooled.entries.dtype)
 
     def _attend_group(
         self, attn: Attention, group: TileGroup, q: Tensor, index_queries: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """Attended values [N, Q, heads, head_dim] float32 of one tile group."""
         queries = q[group.token_idx]
-        window = self.state.window
-        window_keys = window[group.slots.unsqueeze(1), group.key_positions % window.shape[1]]
-        blocks = [_Blocks(window_keys, group.window_mask)]
-        num_columns = padded_entries(self.view.max_visible[attn.ratio]) if attn.ratio else 0
-        if num_columns:
-            num_visible = (group.positions + 1) // attn.ratio
-            entries = self.state.compressed.entries
+        window_keys = self.state.window[group.slots.unsqueeze(1), group.key_cells]
+        bias = None if self.caller_mask is None else tile_mask(self.caller_mask, self.view, group)
+        blocks = [_Blocks(window_keys, group.window_mask, bias)]
+        if attn.ratio and self.view.max_visible[attn.ratio]:
             if index_queries is not None and self.view.max_visible[attn.ratio] > attn.indexer.top_k:
                 blocks.append(self._chosen_entries(attn, group, index_queries))
             else:
-                mask = torch.arange(num_columns, device=q.device) < num_visible.unsqueeze(-1)
-                blocks.append(_Blocks(entries[group.slots, :num_columns], mask))
+                entries = self._visible(self.state.compressed, attn.ratio, group)
+                num_visible = (group.positions + 1) // attn.ratio
+                mask = torch.arange(entries.shape[1], device=q.device) < num_visible.unsqueeze(-1)
+                blocks.append(_Blocks(entries, mask))
         return attend_blocks(queries, blocks, attn.attn_sink, attn.scale)
+
+    def _visible(self, pooled: PooledState, ratio: int, group: TileGroup) -> Tensor:
+        """Every tile's entries [N, columns, head_dim], in whole blocks that cover what any query of the batch sees."""
+        blocks = self.view.block_tables[ratio][:, : num_entry_blocks(self.view.max_visible[ratio])]
+        return pooled.entries[blocks[group.slots]].flatten(1, 2)
 
     def _chosen_entries(self, attn: Attention, group: TileGroup, index_queries: tuple[Tensor, Tensor]) -> _Blocks:
         """Every query's own entries, in columns by rank.
@@ -90,20 +98,20 @@ class CachedAttention:
         A query that keeps all its entries meets them in the columns that they have in a tile that shares them.
         """
         kept = self._choose(attn, group, index_queries)
-        entries = self.state.compressed.entries
-        capacity = entries.shape[1]
-        return _Blocks(entries[group.slots.view(-1, 1, 1), kept.clamp(max=capacity - 1)], kept < capacity)
+        table = self.view.block_tables[attn.ratio]
+        is_kept = kept >= 0
+        kept = kept.clamp(min=0)
+        blocks = table[group.slots.view(-1, 1, 1), kept // BLOCK]
+        return _Blocks(self.state.compressed.entries[blocks, kept % BLOCK], is_kept)
 
     def _choose(self, attn: Attention, group: TileGroup, index_queries: tuple[Tensor, Tensor]) -> Tensor:
-        """Entry ids [N, Q, columns] that each query keeps, ascending; unused columns hold the entry capacity."""
-        keys = self.state.index.entries
-        num_columns = padded_entries(self.view.max_visible[attn.ratio])
+        """Entry ids [N, Q, columns] that each query keeps, ascending; unused columns hold −1."""
+        keys = self._visible(self.state.index, attn.ratio, group)
         vectors, weights = (part[group.token_idx] for part in index_queries)
-        scores = attn.indexer.scores(vectors, weights, keys[group.slots, :num_columns])
+        scores = attn.indexer.scores(vectors, weights, keys)
         kept = choose_entries(scores, (group.positions + 1) // attn.ratio, attn.indexer.top_k)
-        kept = kept.masked_fill(kept == num_columns, keys.shape[1])
-        missing = -kept.shape[-1] % BLOCK
-        return torch.nn.functional.pad(kept, (0, missing), value=keys.shape[1])
+        kept = kept.masked_fill(kept == keys.shape[1], -1)
+        return torch.nn.functional.pad(kept, (0, -kept.shape[-1] % BLOCK), value=-1)
 
 
 @dataclass(frozen=True)
@@ -112,17 +120,31 @@ class _Blocks:
 
     Attributes:
         keys: [N, C, head_dim] if the queries of a tile share them, [N, Q, C, head_dim] if each has its own.
-        mask: [N, Q, C] bool, True where the query sees the key.
+        mask: [N or 1, Q, C] bool, True where the query sees the key.
+        bias: None, or what a caller adds to the scores, [N, Q, heads or 1, C].
     """
 
     keys: Tensor
     mask: Tensor
+    bias: Tensor | None = None
+
+    def scores(self, queries: Tensor, scale: float) -> Tensor:
+        """Scaled scores [N, Q, heads, C] float32 of queries [N, Q, heads, head_dim]; −∞ where masked."""
+        scores = self.multiply(queries, self.keys.transpose(-1, -2)) * scale
+        if self.bias is not None:
+            scores = scores + self.bias
+        return scores.masked_fill(~self.mask.unsqueeze(2), -torch.inf)
 
     def multiply(self, rows: Tensor, keys: Tensor) -> Tensor:
         """rows [N, Q, heads, K] times keys (this set's, or a part of them, K first): [N, Q, heads, …] float32."""
         if self.keys.dim() == 3:
             return matmul(rows.flatten(1, 2), keys).float().unflatten(1, rows.shape[1:3])
         return matmul(rows.flatten(0, 1), keys.flatten(0, 1)).float().unflatten(0, rows.shape[:2])
+
+
+def write_window(window: Tensor, view: BatchView, keys: Tensor) -> None:
+    """Put raw keys [T, head_dim] of the view's tokens into their cells [slots, cells, head_dim]."""
+    window[view.slots, view.window_cells] = keys
 
 
 def write_ring(ring: Tensor, view: BatchView, values: Tensor) -> None:
@@ -148,8 +170,7 @@ def attend_blocks(queries: Tensor, parts: list[_Blocks], sink: Tensor, scale: fl
     scores = []
     highest = sink.expand(queries.shape[:3])
     for part in parts:
-        score = part.multiply(queries, part.keys.transpose(-1, -2)) * scale
-        scores.append(score.masked_fill(~part.mask.unsqueeze(2), -torch.inf))
+        scores.append(part.scores(queries, scale))
         highest = torch.maximum(highest, scores[-1].amax(-1))
     total = torch.exp(sink - highest)
     values = None

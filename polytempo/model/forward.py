@@ -7,14 +7,18 @@ from torch import Tensor
 
 from polytempo.cache.store import RowStore
 from polytempo.cache.view import BatchView
-from polytempo.model.cached_attention import CachedAttention, write_ring
+from polytempo.cache.window import WindowLayout
+from polytempo.model.cached_attention import CachedAttention, write_window
+from polytempo.model.caller_mask import check_caller_mask
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.hyper import collapse
 from polytempo.model.rope import RopeTables
 
 
 @torch.inference_mode()
-def target_forward(model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView) -> Tensor:
+def target_forward(
+    model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView, caller_mask: Tensor | None = None
+) -> Tensor:
     """Run the target over the view's tokens, writing their state.
 
     Args:
@@ -22,15 +26,21 @@ def target_forward(model: DeepseekV4, tables: RopeTables, store: RowStore, view:
         tables: RoPE over the store's positions.
         store: state of all rows; the view's rows must hold everything before their tokens.
         view: the packed tokens.
+        caller_mask: added to every layer's scores of raw keys; see `check_caller_mask` for its shapes.
 
     Returns:
         Last-layer streams [T, hc, D] before hc_head, in the model dtype.
+
+    Raises:
+        ConfigError: the caller's mask does not fit this forward; nothing was written.
     """
-    if model.native is not None:
+    if caller_mask is None and _native_serves(model, store.target_windows):
         return model.native.target(tables, store, view)
+    if caller_mask is not None:
+        caller_mask = check_caller_mask(caller_mask, view, model.config.num_attention_heads)
     streams = model.embed_streams(view.token_ids)
     for layer, state in zip(model.layers, store.layers, strict=True):
-        streams = layer(streams, view.token_ids, CachedAttention(state, view, tables))
+        streams = layer(streams, view.token_ids, CachedAttention(state, view, tables, caller_mask))
     return streams
 
 
@@ -50,7 +60,7 @@ def mtp_forward(
     Returns:
         The block's output streams [T, hc, D]: the next draft's input, and `model.mtp_logits` gives its logits.
     """
-    if model.native is not None:
+    if _native_serves(model, store.mtp_windows):
         return model.native.mtp_block(tables, store, view, streams)
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
@@ -70,11 +80,16 @@ def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: Batc
         view: positions are the pairs' p; token_ids are the tokens of p + 1.
         streams: [T, hc, D], the target's at the same positions.
     """
-    if model.native is not None:
+    if _native_serves(model, store.mtp_windows):
         model.native.mtp_keys(tables, store, view, streams)
         return
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
     x = block.attn_norm(collapse(inputs, block.hc_attn(inputs).pre))
     kv = block.attn.project_kv(x, tables.plain.at(view.positions))
-    write_ring(store.mtp[0].window, view, kv)
+    write_window(store.mtp[0].window, view, kv)
+
+
+def _native_serves(model: DeepseekV4, windows: WindowLayout) -> bool:
+    """Whether the C++ kernels run this forward; they know no layout but the ring."""
+    return windows.name == "ring" and model.native is not None

@@ -7,12 +7,10 @@ Twins: model.forward and the modules that it runs.
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
-from polytempo.cache.layout import BLOCK
 from polytempo.cache.store import LayerState, PooledState, RowStore
 from polytempo.cache.view import BatchView
 from polytempo.errors import ConfigError
@@ -105,7 +103,7 @@ class NativeModel:
         spare = torch.empty_like(streams)
         tokens = {ratio: self._tokens(view, tables.for_ratio(ratio)) for ratio in {x.ratio for x in self.layers}}
         for layer, state in zip(self.layers, store.layers, strict=True):
-            arguments = ctypes.byref(layer), ctypes.byref(_state(state)), ctypes.byref(tokens[layer.ratio])
+            arguments = ctypes.byref(layer), ctypes.byref(_state(state, view)), ctypes.byref(tokens[layer.ratio])
             self.library.pt_block(*arguments, streams.data_ptr(), spare.data_ptr())
             streams, spare = spare, streams
         return streams
@@ -153,7 +151,7 @@ class NativeModel:
 
     def _mtp_arguments(self, tables: RopeTables, store: RowStore, view: BatchView) -> tuple:
         tokens = self._tokens(view, tables.plain)
-        return ctypes.byref(self.mtp[0]), ctypes.byref(_state(store.mtp[0])), ctypes.byref(tokens)
+        return ctypes.byref(self.mtp[0]), ctypes.byref(_state(store.mtp[0], view)), ctypes.byref(tokens)
 
 
 def _pointers(*tensors: Tensor) -> list[int]:
@@ -205,22 +203,13 @@ def _compressor(compressor: Compressor) -> CompressorWeights:
     )
 
 
-def _state(state: LayerState) -> State:
+def _state(state: LayerState, view: BatchView) -> State:
     found = State(window=state.window.data_ptr(), window_cells=state.window.shape[1])
-    found.kept = []  # tables must live as long as their addresses are in use
     for name, pooled in (("pool", state.compressed), ("index_pool", state.index)):
         if pooled is not None:
-            table = _block_table(pooled.entries.shape[0], pooled.entries.shape[1] // BLOCK)
-            setattr(found, name, _pool(pooled, table))
-            found.kept.append(table)
+            setattr(found, name, _pool(pooled, view.block_tables[state.shape.ratio]))
     return found
 
 
 def _pool(pool: PooledState, table: Tensor) -> Pool:
     return Pool(*_pointers(pool.kv, pool.gate, pool.entries, table), pool.kv.shape[1], table.shape[1])
-
-
-@lru_cache(maxsize=64)
-def _block_table(num_slots: int, num_blocks: int) -> Tensor:
-    """Entry blocks of a slot lie one behind another: [slots, blocks] int32."""
-    return torch.arange(num_slots * num_blocks, dtype=torch.int32).view(num_slots, num_blocks)

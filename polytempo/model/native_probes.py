@@ -11,7 +11,6 @@ from torch import Tensor
 
 from polytempo.cache.layout import Segment, StateShape
 from polytempo.cache.store import RowStore
-from polytempo.cache.view import BatchView
 from polytempo.config import EngineConfig, ModelConfig
 from polytempo.kernels import ops
 from polytempo.kernels.build import load_or_note
@@ -97,8 +96,7 @@ class _Rows:
         return self._forward([Segment(0, start, self.ids[0][start : start + count])])
 
     def _forward(self, segments: list[Segment]) -> Tensor:
-        config = self.model.config
-        view = BatchView.build(segments, config.sliding_window, config.compress_ratios)
+        view = self.store.target_view(segments, self.model.config.compress_ratios)
         return target_forward(self.model, self.tables, self.store, view).flatten(1)
 
 

@@ -78,8 +78,11 @@ def test_state_is_what_a_store_allocates(tmp_path, rows, context):
     engine = EngineConfig(max_rows=rows, max_model_len=context, max_chunk=min(256, context))
     for dtype in (torch.float32, torch.bfloat16):
         store = RowStore.allocate(StateShape.build(tiny_config(), engine), rows, dtype)
-        held = sum(value.nbytes for value in store.tensors())
-        assert found.state_bytes[str(dtype).removeprefix("torch.")] == held
+        for slot in range(rows):
+            store.pool.reserve(slot, context)
+        store.fit()
+        null_blocks = sum(pool.block_bytes for pool in store.pool.ratios.values())
+        assert found.state_bytes[str(dtype).removeprefix("torch.")] == store.num_bytes - null_blocks
 
 
 def test_more_rows_than_a_step_has_tokens(tmp_path):

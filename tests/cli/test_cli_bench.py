@@ -1,12 +1,13 @@
 """`polytempo bench`: all modes in one run, tokens compared, figures as text, JSON and plots."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from polytempo.bench.report import disagreements
-from polytempo.bench.run import Measurement
+from polytempo.bench.run import Measurement, Mode
 from polytempo.cli import cli
 
 SMALL = ["bench", "-b", "1,3", "--draft-lens", "0,2", "--prompt-lens", "4,9", "--max-tokens", "8"]
@@ -15,14 +16,15 @@ SMALL = ["bench", "-b", "1,3", "--draft-lens", "0,2", "--prompt-lens", "4,9", "-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench")
-    return CliRunner().invoke(cli, [*SMALL, "--cohort", "--scripted-acceptance", "1", "--out", str(out)]), out
+    args = [*SMALL, "--kv-advance", "per_sequence,cohort", "--scripted-acceptance", "1", "--out", str(out)]
+    return CliRunner().invoke(cli, args), out
 
 
 def test_table_json_and_plots(result):
     outcome, out = result
     assert outcome.exit_code == 0, outcome.output
     last = json.loads(outcome.stdout.splitlines()[-1])
-    assert last["same_tokens"] and "all modes emitted the same tokens" in outcome.output
+    assert last["same_tokens"] and "all modes at layout ring emitted the same tokens" in outcome.output
     assert [(r["mode"], r["batch"]) for r in last["results"]] == [
         (mode, batch) for batch in (1, 3) for mode in ("none", "mtp-2", "mtp-2-cohort")
     ]
@@ -46,13 +48,47 @@ def test_scripted_acceptance_of_0_accepts_nothing():
     assert all(f["acceptance"] == [0.0, 0.0] for f in last["results"] if f["mode"] != "none") and last["same_tokens"]
 
 
+def test_phases_and_shares(result):
+    last = json.loads(result[0].stdout.splitlines()[-1])
+    for figures in last["results"]:
+        shares = figures["phase_shares"]
+        assert list(shares) == ["plan", "forward", "verify", "propose"] and abs(sum(shares.values()) - 1) < 0.01
+        assert shares["forward"] > 0.5 and shares["verify"] > 0 and min(shares.values()) >= 0
+
+
+def test_lists_are_crossed_and_auto_runs():
+    crossed = ["--draft-lens", "auto", "--kv-layout", "ring,left_aligned", "--dtype", "float32,bfloat16"]
+    sizes = ["-b", "2", "--threads", "1", "--prompt-lens", "5,3", "--max-tokens", "12", "--repeat", "2"]
+    outcome = CliRunner().invoke(cli, ["bench", *crossed, *sizes])
+    assert outcome.exit_code == 0, outcome.output
+    results = json.loads(outcome.stdout.splitlines()[-1])["results"]
+    assert [(r["dtype"], r["mode"]) for r in results] == [
+        (dtype, mode)
+        for dtype in ("float32", "bfloat16")
+        for mode in ("none", "mtp-auto", "none-left_aligned", "mtp-auto-left_aligned")
+    ]
+    assert all(r["mtp_forwards_per_step"] > 0 for r in results if "auto" in r["mode"])
+    assert all(r["threads"] == 1 for r in results)
+
+
 def test_a_lossy_mode_is_named():
-    good, bad = (Measurement(mode, 2, outputs=[(1, 2), tail]) for mode, tail in (("none", (3,)), ("mtp-1", (4,))))
-    assert disagreements([good, good]) == []
-    assert disagreements([good, bad]) == ["mtp-1 at batch 2: rows [1] differ from none"]
+    def of(mode: Mode, *tail: int) -> Measurement:
+        return Measurement(mode, "float32", 1, 2, outputs=[(1, 2), (3, *tail)])
+
+    good, bad, baseline = of(Mode(0), 4, 5), of(Mode(1), 9, 5), of(Mode(0, kv_layout="left_aligned"), 4, 6)
+    assert disagreements([good, good]) == ([], [])
+    faults, notes = disagreements([good, bad, baseline])
+    assert faults == ["mtp-1 at batch 2 (float32): 3 of 5 tokens before a first difference from none"]
+    assert notes == ["none-left_aligned at batch 2 (float32): 4 of 5 tokens before a first difference from none"]
+    elsewhere = replace(bad, batch=3)
+    assert disagreements([good, elsewhere]) == ([], []), "measurements of other settings are not compared"
 
 
-@pytest.mark.parametrize("args", [["-b", "0"], ["-b", "x"], ["--draft-lens", "-1"], ["--model", "/nowhere"]])
+@pytest.mark.parametrize(
+    "args",
+    [["-b", "0"], ["-b", "x"], ["--draft-lens", "-1"], ["--draft-lens", "two"], ["--kv-layout", "linear"],
+     ["--kv-advance", "1"], ["--dtype", "int8"], ["--threads", "0"], ["--model", "/nowhere"]],
+)  # fmt: skip
 def test_bad_options(args):
     outcome = CliRunner().invoke(cli, ["bench", *args])
     assert outcome.exit_code == 2 and "Traceback" not in outcome.output

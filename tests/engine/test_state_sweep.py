@@ -14,7 +14,7 @@ from speculation_support import (
     oracle,
     prompt_of,
 )
-from support import TINY, visible_cells
+from support import TINY, slot_tensors, visible_cells
 
 from polytempo.types import SamplingParams
 
@@ -39,7 +39,7 @@ def visible(llm, slot: int, length: int):
     """What the tokens after `length` may read of a slot, per tensor of the store."""
     store = llm.engine.target.store
     masks = visible_cells(TINY, store, {slot: length})
-    return [tensor[slot][mask[slot]].clone() for tensor, mask in zip(store.tensors(), masks, strict=True)]
+    return [tensor[slot][mask[slot]].clone() for tensor, mask in zip(slot_tensors(store), masks, strict=True)]
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from polytempo.cache.layout import Segment
 from polytempo.config import EngineConfig
 from polytempo.errors import ConfigError
 from polytempo.model import native
+from polytempo.model.forward import target_forward
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 each_config = pytest.mark.parametrize("config_name", list(CONFIGS))
@@ -60,7 +61,8 @@ def test_threads_change_no_bit(config_name, dtype):
             rows = [torch.cat(harness.logits(*segments_of(streams, *span))) for span in spans]
         finally:
             torch.set_num_threads(1)
-        found.append((*rows, *harness.store.tensors()))
+        state = [t for layer in harness.store.layers for t in (*layer.per_slot(), *(p.entries for p in layer.pooled))]
+        found.append((*rows, *state))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -94,21 +96,31 @@ def test_mtp_keys_alone_are_those_of_the_whole_block(dtype):
     assert keys.store.mtp[0].window[0, :39].abs().amax(-1).min() > 0
 
 
-def test_entries_may_lie_in_any_block(monkeypatch):
-    """Slots find their entries through a table: a permuted one changes where they lie, and no logit."""
-    model, streams = model_of("tiny", torch.float32).with_kernels("native"), [random_ids(LENGTH, s) for s in range(3)]
+def test_entries_lie_in_the_blocks_of_their_slot():
+    model, streams, stored = model_of("tiny", torch.float32), [random_ids(300, s) for s in range(3)], []
+    for kernels in ("native", "torch"):
+        harness = Harness(model.with_kernels(kernels))
+        harness.logits(*segments_of(streams, 0, 300))
+        table = harness.view([Segment(0, 300, [1])]).block_tables[4]
+        pooled = harness.store.layers[1].pooled
+        stored.append([state.entries[table[slot, :2]].flatten(0, 1)[:75] for state in pooled for slot in range(3)])
+    for ours, twin in zip(*stored, strict=True):
+        assert relative_difference(ours, twin) < 2e-5 and ours.abs().amax(-1).min() > 0
 
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        harness = Harness(model)
-        rows = [torch.cat(harness.logits(*segments_of(streams, *span))) for span in ((0, 200), (200, 270))]
-        return torch.cat(rows), harness.store.layers[1].compressed.entries.flatten(0, 1)
 
-    expected, in_order = run()
-    straight = native._block_table
-    monkeypatch.setattr(native, "_block_table", lambda *size: straight(*size).flip(0, 1).contiguous())
-    found, flipped = run()
-    assert torch.equal(found, expected) and not torch.equal(flipped, in_order)
-    assert torch.equal(flipped.unflatten(0, (-1, 64)).flip(0).flatten(0, 1), in_order)
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_other_layouts_and_caller_masks_take_the_torch_path(kernels, monkeypatch):
+    from dataclasses import replace
+
+    model = model_of("tiny", torch.float32).with_kernels(kernels)
+    ids = random_ids(30, 0)
+    if kernels == "native":
+        monkeypatch.setattr(native.NativeModel, "target", lambda *args: pytest.fail("the kernels know no such layout"))
+    harness = Harness(model, replace(ENGINE, kv_layout="left_aligned"))
+    assert harness.prefill(ids, [30]).isfinite().all()
+    ring = Harness(model)
+    view = ring.view([Segment(0, 0, ids)])
+    assert target_forward(model, ring.tables, ring.store, view, torch.zeros(30, 30)).isfinite().all()
 
 
 def test_weights_changed_in_place_count_at_once():

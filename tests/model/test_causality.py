@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from support import ENGINE, TINY, Harness, random_ids, random_model, relative_difference, with_ratios
+from support import ENGINE, TINY, Harness, entries_by_slot, random_ids, random_model, relative_difference, with_ratios
 from torch import Tensor
 
 from polytempo.cache.layout import Segment
@@ -100,13 +100,14 @@ def test_a_choosing_query_reads_no_more_than_it_keeps(index_topk):
     harness = Harness(model)
     expected = harness.prefill(ids[:query], [query])
     expected = harness.prefill(ids[query:], [1], start=query)
-    pooled, readers = harness.store.layers[0].compressed, []
+    entries = entries_by_slot(harness.store, harness.store.layers[0].compressed, 4, writable=True)
+    readers = []
     for entry in range(200 // 4):
-        kept = pooled.entries[0, entry].clone()
-        pooled.entries[0, entry].neg_()
+        kept = entries[0, entry].clone()
+        entries[0, entry].neg_()
         if not torch.equal(harness.prefill(ids[query:], [1], start=query), expected):
             readers.append(entry)
         # Entry 49 is finished by the query itself, so negating it beforehand is undone.
-        pooled.entries[0, entry] = kept
+        entries[0, entry] = kept
     finished_by_query = 1
     assert index_topk - finished_by_query <= len(readers) <= index_topk, readers

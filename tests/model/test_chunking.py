@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import TINY, Harness, random_ids, random_model, relative_difference
+from support import TINY, Harness, entries_by_slot, random_ids, random_model, relative_difference, slot_tensors
 from torch import Tensor
 
 from polytempo.cache.layout import Segment
@@ -40,7 +40,7 @@ def check_same(dtype: torch.dtype, logits: Tensor, harness: Harness) -> None:
     whole, reference = in_one_piece(dtype)
     assert torch.isfinite(logits).all()
     assert torch.equal(logits, whole), f"first position that differs: {first_difference(logits, whole)}"
-    for ours, theirs in zip(harness.store.tensors(), reference.store.tensors(), strict=True):
+    for ours, theirs in zip(slot_tensors(harness.store), slot_tensors(reference.store), strict=True):
         assert torch.equal(ours[0], theirs[0])
 
 
@@ -54,7 +54,8 @@ def entries_of(harness: Harness, slot: int, length: int) -> list[Tensor]:
     for layer in harness.store.layers:
         for pooled in (layer.compressed, layer.index):
             if pooled is not None:
-                found.append(pooled.entries[slot, : length // layer.shape.ratio])
+                entries = entries_by_slot(harness.store, pooled, layer.shape.ratio)
+                found.append(entries[slot, : length // layer.shape.ratio])
     return found
 
 
@@ -90,7 +91,7 @@ def test_small_chunks_beside_each_other(dtype):
     for size, ids in streams.items():
         whole = Harness(model)
         assert torch.equal(torch.cat(logits[size]), whole.prefill(ids, [LENGTH])), size
-        for ours, theirs in zip(harness.store.tensors(), whole.store.tensors(), strict=True):
+        for ours, theirs in zip(slot_tensors(harness.store), slot_tensors(whole.store), strict=True):
             assert torch.equal(ours[size], theirs[0]), size
 
 
@@ -180,7 +181,9 @@ def test_neighbour_on_the_other_side_of_the_split(dtype, sizes):
     for slot, row_ids in ((1, ids), (3, others)):
         unsplit = Harness(model)
         assert torch.equal(torch.cat(logits[slot]), unsplit.prefill(row_ids, [160]))
-        entries, expected = (h.store.layers[2].compressed.entries for h in (harness, unsplit))
+        entries, expected = (
+            entries_by_slot(h.store, h.store.layers[2].compressed, 128) for h in (harness, unsplit)
+        )
         assert expected[0, 0].abs().max() > 0.1
         assert torch.equal(entries[slot], expected[0])
         assert not entries[slot, 1:].any(), "there must be exactly one entry"

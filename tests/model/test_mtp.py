@@ -7,7 +7,16 @@ import math
 
 import pytest
 import torch
-from support import TINY, Harness, ids_with_clear_choices, random_ids, random_model, relative_difference, with_ratios
+from support import (
+    TINY,
+    Harness,
+    ids_with_clear_choices,
+    random_ids,
+    random_model,
+    relative_difference,
+    slot_tensors,
+    with_ratios,
+)
 from torch import Tensor
 
 from polytempo.cache.layout import Segment
@@ -191,10 +200,10 @@ def test_drafting_leaves_the_target_alone(name):
     model, ids, _ = target(name)
     harness = Harness(model)
     streams = harness.streams(Segment(0, 0, ids[:100]))[0]
-    before = [tensor.clone() for layer in harness.store.layers for tensor in layer.tensors()]
+    before = [tensor.clone() for tensor in slot_tensors(harness.store)[:-1]]
     harness.mtp(streams, pairs(0, 0, 100, ids))
     assert harness.store.mtp[0].window[0, :100].abs().amax(-1).min() > 0.1
-    after = [tensor for layer in harness.store.layers for tensor in layer.tensors()]
+    after = slot_tensors(harness.store)[:-1]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

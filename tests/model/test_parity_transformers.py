@@ -6,6 +6,7 @@ from support import (
     ENGINE,
     TINY,
     Harness,
+    entries_by_slot,
     ids_with_clear_choices,
     random_ids,
     random_model,
@@ -58,17 +59,19 @@ def test_every_kind_of_state_matters():
     def after_change(change) -> torch.Tensor:
         harness = Harness(model, ENGINE)
         harness.prefill(ids[:-1], [299])
-        change(harness.store.layers)
+        change(harness.store)
         return harness.prefill(ids[-1:], [1], start=299)[-1]
 
-    def negate_hca(layers):
-        layers[2].compressed.entries[0, 0].neg_()
+    def negate_hca(store):
+        entries_by_slot(store, store.layers[2].compressed, 128, writable=True)[0, 0].neg_()
 
-    def shuffle_index(layers):
-        layers[1].index.entries[0, :74] = layers[1].index.entries[0, :74].flip(0)
+    def shuffle_index(store):
+        keys = entries_by_slot(store, store.layers[1].index, 4, writable=True)
+        keys[0, :74] = keys[0, :74].flip(0)
 
-    def negate_window(layers):
-        layers[0].window[0, 298 % layers[0].window.shape[1]].neg_()
+    def negate_window(store):
+        window = store.layers[0].window
+        window[0, 298 % window.shape[1]].neg_()
 
     for change in (negate_hca, shuffle_index, negate_window):
         assert relative_difference(after_change(change), base) > 1e-3, change.__name__

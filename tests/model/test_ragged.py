@@ -14,16 +14,20 @@ from support import (
     TINY,
     Harness,
     alone,
+    entries_by_slot,
     poison,
     random_ids,
     random_model,
     relative_difference,
+    slot_tensors,
     visible_cells,
     with_ratios,
 )
 from torch import Tensor
 
 from polytempo.cache.layout import Segment
+from polytempo.cache.view import BatchView
+from polytempo.cache.window import RingLayout
 from polytempo.model import ops
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -237,7 +241,8 @@ def continue_poisoned(dtype: torch.dtype, value: float | None, change=None) -> t
     """Poison what no row may see, then two forwards of unequal width; logits by slot, and the state after."""
     streams, prefilled = poisonable(dtype)
     harness = Harness(model_of(dtype), TIGHT_ENGINE)
-    for tensor, source in zip(harness.store.tensors(), prefilled.store.tensors(), strict=True):
+    pairs = zip(slot_tensors(harness.store, writable=True), slot_tensors(prefilled.store), strict=True)
+    for tensor, source in pairs:
         tensor.copy_(source)
     if value is not None:
         kept = visible_cells(TINY, harness.store, POISONED_LENGTHS)
@@ -270,12 +275,12 @@ def test_cells_that_no_row_may_see_are_not_seen(dtype, value):
 
 
 def named_tensors(harness: Harness) -> list[tuple[int, str]]:
-    """Layer and part of each of `store.tensors()`, the MTP block left out."""
+    """Layer and part of each of `slot_tensors(store)`, the MTP block left out."""
     names = []
     for layer_idx, ratio in enumerate(TINY.compress_ratios):
         parts = {0: (), 4: ("", "index "), 128: ("",)}[ratio]
         names += [(layer_idx, "window"), *((layer_idx, p + n) for p in parts for n in ("kv", "gate", "entries"))]
-    assert len(names) == len(harness.store.tensors()) - 1
+    assert len(names) == len(slot_tensors(harness.store)) - 1
     return names
 
 
@@ -298,7 +303,7 @@ def test_every_cell_that_a_row_sees_matters():
             assert [s for s, is_same in same_rows(found, expected).items() if not is_same] == [slot], (layer_idx, name)
             continue
         ratio = TINY.compress_ratios[layer_idx]
-        ours, theirs = (h.store.tensors()[tensor_idx + (2 if "kv" in name else 1)] for h in (harness, untouched))
+        ours, theirs = (slot_tensors(h.store)[tensor_idx + (2 if "kv" in name else 1)] for h in (harness, untouched))
         same = [torch.equal(ours[s, : end // ratio], theirs[s, : end // ratio]) for s, end in ((3, 131), (5, 133))]
         assert same == [False, True], (layer_idx, name)
 
@@ -340,13 +345,13 @@ def test_rewound_rows_forget_the_wrong_tokens(dtype):
     wrong = [[(token + 1) % TINY.vocab_size for token in streams[slot][cases[slot][0] :]] for slot in range(len(cases))]
     for slot, (_, count) in enumerate(cases):
         assert not any(a == b for a, b in zip(wrong[slot][:count], streams[slot][cases[slot][0] :], strict=False))
-    before = [tensor.clone() for tensor in harness.store.tensors()]
+    before = [tensor.clone() for tensor in slot_tensors(harness.store)]
     for shift in (0, 1):  # Two rejected verifies in a row; the second is of another width.
         harness.logits(
             *(Segment(slot, length, wrong[slot][: (count - 1 + shift * 3) % 8 + 1])
               for slot, (length, count) in enumerate(cases))
         )  # fmt: skip
-    moved = [not torch.equal(a, b) for a, b in zip(before, harness.store.tensors(), strict=True)]
+    moved = [not torch.equal(a, b) for a, b in zip(before, slot_tensors(harness.store), strict=True)]
     assert sum(moved) == len(moved) - 1, "the wrong tokens must touch everything but the MTP block's window"
     found: list[list[Tensor]] = [[] for _ in cases]
     for bounds in ((0, 3), (3, 4), (4, 12)):
@@ -375,7 +380,7 @@ def test_unequal_lengths_complete_their_own_entries():
         assert torch.equal(logits[2], expected[0]) and torch.equal(logits[5], expected[1])
         for layer in (harness.store.layers[1], harness.store.layers[3]):
             for pooled in (layer.compressed, layer.index):
-                written = pooled.entries.abs().amax(-1) > 0
+                written = entries_by_slot(harness.store, pooled, 4).abs().amax(-1) > 0
                 assert written[2].tolist() == [True] + [False] * (written.shape[1] - 1)
                 assert written[5].tolist() == [True] * 3 + [False] * (written.shape[1] - 3)
 
@@ -388,10 +393,11 @@ def test_a_slot_serves_one_request_after_another(cleared):
     harness = Harness(model, replace(ENGINE, max_rows=1))
     harness.prefill(first[:500], [500])
     harness.logits(Segment(0, 500, first[500:508]))  # Aborted in the middle of a verify.
-    assert all(tensor[0].any() for tensor in harness.store.tensors()[:-1])
+    assert all(tensor[0].any() for tensor in slot_tensors(harness.store)[:-1])
     if cleared:
         harness.store.clear(0)
-        assert not any(tensor[0].any() for tensor in harness.store.tensors())
+        assert not any(tensor[0].any() for layer in harness.store.layers for tensor in layer.per_slot())
+        assert all(pool.held(0) == 0 for pool in harness.store.pool.ratios.values())
     assert torch.equal(harness.prefill(second, [6, 1]), alone(model, second, 6))
 
 
@@ -402,7 +408,7 @@ def test_a_failed_row_does_not_outlive_its_seat():
     harness = Harness(model)
     neighbour = random_ids(40, seed=3)
     harness.prefill(neighbour[:20], [20], slot=1)
-    for tensor in harness.store.tensors():
+    for tensor in slot_tensors(harness.store, writable=True):
         tensor[0].fill_(float("nan"))
     assert torch.equal(harness.logits(Segment(1, 20, neighbour[20:]))[0], alone(model, neighbour, 20)[20:])
     assert harness.prefill(ids, [20]).isnan().any(), "the NaNs do not reach the row: this test proves nothing"
@@ -448,18 +454,18 @@ def test_far_token_is_recoverable_only_through_its_ratio_4_entries(top_k):
     for name, stream in (("this", ids), ("other", other)):
         harnesses[name] = harness = Harness(model)
         harness.prefill(stream[:200], [64])
-        entries[name] = [t.clone() for t in harness.store.tensors()]
+        entries[name] = [t.clone() for t in slot_tensors(harness.store)]
     base = harnesses["this"].prefill(ids[200:], [1], start=200)
     moved = harnesses["other"].prefill(ids[200:], [1], start=200)
     assert relative_difference(moved, base) > 1e-3
-    for mine, theirs in zip(
-        (harnesses["other"].store.layers[0].compressed, harnesses["other"].store.layers[0].index),
-        (harnesses["this"].store.layers[0].compressed, harnesses["this"].store.layers[0].index),
-        strict=True,
-    ):
-        differ = (mine.entries[0] != theirs.entries[0]).any(-1).nonzero().flatten().tolist()
+    for part in ("compressed", "index"):
+        mine, theirs = (
+            entries_by_slot(store, getattr(store.layers[0], part), 4, writable=True)
+            for store in (harnesses["other"].store, harnesses["this"].store)
+        )
+        differ = (mine[0] != theirs[0]).any(-1).nonzero().flatten().tolist()
         assert differ == touched
-        mine.entries[0, touched] = theirs.entries[0, touched]
+        mine[0, touched] = theirs[0, touched]
     assert torch.equal(harnesses["other"].prefill(ids[200:], [1], start=200), base)
 
 
@@ -482,3 +488,44 @@ def spy_kept_entries(model, ids: list[int]) -> list[int]:
     finally:
         cached_attention.choose_entries = original
     return seen[0].flatten().tolist() if seen else []
+
+
+# --- uniform batches ------------------------------------------------------------------------------------------
+
+
+def groups_of(*segments: Segment):
+    """Tile groups of a forward at layout ring."""
+    return BatchView.build(segments, RingLayout(16, 64), (4, 128)).groups
+
+
+def test_a_uniform_batch_holds_positions_and_mask_once():
+    """Which path ran is asserted, since the values agree (see the next test)."""
+    for count in (1, 5):
+        (group,) = groups_of(*(Segment(slot, 70, [slot] * count) for slot in range(7)))
+        assert group.is_uniform
+        assert group.positions.shape[0] == group.key_positions.shape[0] == group.window_mask.shape[0] == 1
+        assert group.token_idx.shape[0] == group.key_cells.shape[0] == 7
+    (alone,) = groups_of(Segment(3, 70, [5]))
+    assert alone.is_uniform
+    (ragged,) = groups_of(*(Segment(slot, 70 + (slot == 6), [slot]) for slot in range(7)))
+    assert not ragged.is_uniform and ragged.positions.shape[0] == ragged.window_mask.shape[0] == 7
+    (same_start,) = groups_of(*(Segment(slot, 70, [slot] * (3 + slot % 2)) for slot in range(4)))
+    assert not same_start.is_uniform, "rows that bring different counts share no positions"
+
+
+@each_dtype
+def test_uniform_and_ragged_paths_agree_to_the_bit(dtype):
+    """Three rows at one position, then the same beside a fourth elsewhere."""
+    model = model_of(dtype)
+    ids = [random_ids(140, seed=slot) for slot in range(4)]
+    results = []
+    for with_fourth in (False, True):
+        harness = Harness(model, ENGINE)
+        for slot in range(4):
+            harness.streams(Segment(slot, 0, ids[slot][: 131 - 10 * (slot == 3)]))
+        segments = [Segment(slot, 131, ids[slot][131:135]) for slot in range(3)]
+        segments += [Segment(3, 121, ids[3][121:124])] * with_fourth
+        (group,) = harness.view(segments).groups
+        assert group.is_uniform is not with_fourth
+        results.append(torch.cat(harness.logits(*segments)[:3]))
+    assert torch.equal(*results)
