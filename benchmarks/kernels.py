@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py [--model DIR] [--dtype bfloat16] [--rows 1,8,32,128]
 
-Both paths take turns, medians are compared, and their logits must agree. The last line is JSON. "products" is the sum
+Medians are compared, and both paths' logits must agree. The last line is JSON. "products" is the sum
 of a step's matrix products alone, in torch: every weight once over all rows, each expert over its share of the rows,
 and attention's two products over the window and the entries.
 """
