@@ -23,21 +23,21 @@ template <class T>
 inline void project_inputs(const PtLayer& layer, const PtState& state, const PtTokens& tokens, const T* x,
                            bool only_kv, AttentionBuffers<T>& to) {
     const long count = tokens.count, hidden = layer.hidden;
-    const long widths[7] = {layer.head_dim, layer.q_rank, layer.ratio == OVERLAP_RATIO ? 2 * layer.head_dim : layer.head_dim,
-                            0, 2 * layer.index_dim, 0, layer.index_heads};
+    const long input_width = layer.head_dim * (layer.ratio == OVERLAP_RATIO ? 2 : 1);
     T** x_rows = row_pointers(PT_SCRATCH(T*, count), (T*)x, count, hidden);
-    T** y = PT_SCRATCH(T*, 7 * count);
-    Product<T> products[7];
+    constexpr long MOST = 7;  // kv, wq_a, two inputs each of compressor and indexer, index weights
+    T** y = PT_SCRATCH(T*, MOST * count);
+    Product<T> products[MOST];
     long used = 0;
     auto add = [&](const void* w, long width) {
         products[used] = {x_rows, y + used * count, (const T*)w, count, hidden, width};
         used++;
     };
     for (long t = 0; t < count; t++) y[t] = window_row<T>(layer, state, tokens.slots[t], tokens.positions[t]);
-    add(layer.wkv, widths[0]);
+    add(layer.wkv, layer.head_dim);
     if (!only_kv) {
         row_pointers(y + used * count, to.q_residual, count, layer.q_rank);
-        add(layer.wq_a, widths[1]);
+        add(layer.wq_a, layer.q_rank);
         auto add_inputs = [&](const PtCompressor& compressor, const PtPool& pool, long width) {
             for (int part = 0; part < 2; part++) {
                 for (long t = 0; t < count; t++)
@@ -46,11 +46,11 @@ inline void project_inputs(const PtLayer& layer, const PtState& state, const PtT
                 add(part ? compressor.wgate : compressor.wkv, width);
             }
         };
-        if (layer.ratio) add_inputs(layer.compressor, state.pool, widths[2]);
+        if (layer.ratio) add_inputs(layer.compressor, state.pool, input_width);
         if (layer.index_heads) {
-            add_inputs(layer.index_compressor, state.index_pool, widths[4]);
+            add_inputs(layer.index_compressor, state.index_pool, 2 * layer.index_dim);
             row_pointers(y + used * count, to.index_weights, count, layer.index_heads);
-            add(layer.index_weights, widths[6]);
+            add(layer.index_weights, layer.index_heads);
         }
     }
     run(products, used, tokens.threads);

@@ -1,8 +1,6 @@
 // Compressed entries: pooling the spans that a forward completes, and the indexer's choice among them.
 #pragma once
 
-#include <vector>
-
 #include "linear.h"
 
 namespace pt {
