@@ -21,6 +21,7 @@ demo: $(READY)  ## complete eight prompts in one batch, then each alone, and com
 
 test: $(READY)  ## quick tests, what CI runs
 	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m pytest -m 'not long and not gpu and not twin' --kernels auto tests/model)
 
 test-long: $(READY)  ## the sweeps that take minutes
 	$(BIN)/python -m pytest -m 'long and not gpu' $(ARGS)

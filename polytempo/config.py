@@ -1,8 +1,9 @@
-"""Model and engine configuration: frozen, validated, torch-free. The only reader of config.json."""
+"""Model and engine configuration: frozen, validated, torch-free. The only reader of config.json and environment."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -397,6 +398,7 @@ class AdvanceMode(str, Enum):
 
 
 AUTO = "auto"
+KERNELS = (AUTO, "native", "torch")
 AUTO_MAX_DRAFTS = 5
 SPECULATE = (AUTO, "mtp", "none")
 KV_LAYOUTS = ("ring", "left_aligned")
@@ -416,6 +418,8 @@ class EngineConfig:
         draft_len: drafts per row and step, 0 or more, or "auto": what measured acceptance and step cost say pays,
             up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
+        kernels: "native" runs the forward in C++ kernels and refuses where they cannot be built, "torch" does not,
+            "auto" leaves it to the model, which does so if it can.
         memory: most bytes for the state of all rows, None for no bound but max_model_len. Rows of fewer tokens leave
             more to others; when it runs out, the youngest row is set back and computed again later.
         prefix_cache: most bytes for snapshots of rows' state, from which later rows with the same first tokens start; 0
@@ -434,6 +438,7 @@ class EngineConfig:
     speculate: str = "auto"
     draft_len: int | str = AUTO
     kv_advance: str = AdvanceMode.PER_SEQUENCE.value
+    kernels: str = AUTO
     kv_layout: str = KV_LAYOUTS[0]
     memory: int | None = None
     prefix_cache: int = 0
@@ -467,7 +472,8 @@ class EngineConfig:
                 f"({self.max_rows}); every running row needs at least one token per step"
             )
         modes = [mode.value for mode in AdvanceMode]
-        for name, known in (("speculate", SPECULATE), ("kv_advance", modes), ("kv_layout", KV_LAYOUTS)):
+        choices = {"speculate": SPECULATE, "kv_advance": modes, "kv_layout": KV_LAYOUTS, "kernels": KERNELS}
+        for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"engine option {name!r}: " + unknown_option("value", str(value), known))
@@ -505,3 +511,9 @@ class EngineConfig:
             if name not in known:
                 raise ConfigError(unknown_option("engine option", name, known))
         return cls(**{name: value for name, value in options.items() if value is not None})
+
+
+def cache_dir() -> Path:
+    """Where built kernels are kept: $XDG_CACHE_HOME/polytempo, by default ~/.cache/polytempo."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "polytempo"

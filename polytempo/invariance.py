@@ -26,6 +26,7 @@ from polytempo.errors import PolytempoError
 from polytempo.model import ops
 from polytempo.model.compressor import choose_entries
 from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.model.native_probes import forward_probes, kernels_in_use, linear_probe
 
 COUNTS = (*range(1, 41), 63, 64, 65, 100, 128, 256, 500, 512)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -151,6 +152,17 @@ def linear_probes(config: ModelConfig, dtype: torch.dtype) -> Iterator[Probe]:
             ours=lambda first, count, x=x, w=weight: ops.linear(x[first : first + count], w),
             fallback=padded_to(weight_dtype, depth, weight.shape[0]),
         )
+        native = linear_probe(x, weight)
+        if native is not None:
+            op = f"native linear {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            yield Probe(op, f"K {depth}, N {weight.shape[0]}", weight_dtype, native, fallback="C++ kernel")
+
+
+def native_forward_probes(config: ModelConfig, dtype: torch.dtype) -> Iterator[Probe]:
+    """All C++ kernels together."""
+    for op, shape, form, num_rows in forward_probes(config, dtype):
+        counts = (*range(1, 20), 31, 32, 33, 64, num_rows)
+        yield Probe(op, shape, dtype, form, fallback="C++ kernels", counts=counts, offsets=(0, 3))
 
 
 def product_probes(config: ModelConfig, dtype: torch.dtype) -> Iterator[Probe]:
@@ -273,7 +285,7 @@ def probes(config: ModelConfig, dtypes: Sequence[torch.dtype]) -> Iterator[Probe
     """Every probe of a model, each built when its turn comes."""
     seen = set()
     for dtype in dtypes:
-        for group in (linear_probes, product_probes, reduction_probes):
+        for group in (linear_probes, native_forward_probes, product_probes, reduction_probes):
             for probe in group(config, dtype):
                 key = (probe.op, probe.shape, probe.dtype)
                 if key not in seen:
@@ -325,6 +337,7 @@ def summary(verdicts: Sequence[Verdict], source: str) -> dict[str, object]:
     return {
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "kernels": kernels_in_use(),
         "threads": torch.get_num_threads(),
         "shapes": source,
         "probes": len(verdicts),

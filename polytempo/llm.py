@@ -42,7 +42,7 @@ class LLM:
         tokenizer: directory with tokenizer.json if it is not the model's own; False for none.
         progress: show a bar while loading.
         **options: engine options: max_rows, max_model_len, max_chunk, max_step_tokens, speculate, draft_len,
-            kv_advance; see `EngineConfig`.
+            kv_advance, kernels; see `EngineConfig`.
 
     Raises:
         CheckpointError: the checkpoint is broken; the message names file and tensor.

@@ -308,6 +308,8 @@ class ScriptedTarget(DeepseekV4):
     The streams of a position are its token, one-hot, so that a packed token which is mixed up with another one shows.
     """
 
+    native = None
+
     def __init__(self, successors: Sequence[int]) -> None:
         super().__init__(replace(TINY, vocab_size=len(successors), num_hidden_layers=1, compress_ratios=(0,)))
         self.requires_grad_(False)

@@ -31,6 +31,7 @@ class Suite:
     repeat: int = 1
     threads: Sequence[int] = ()
     seed: int = 0
+    kernels: str = "auto"
 
     def modes(self) -> list[Mode]:
         """Every draft length by every advance mode and layout; no drafts on the first layout first, as the reference.
@@ -89,7 +90,7 @@ def _measure_batch(suite: Suite, base: LLM, batch: int, bar: tqdm) -> Iterator[M
             llm = LLM.from_model(
                 base.model, base.tokenizer, max_rows=batch, max_model_len=limit, speculate=mode.speculate,
                 draft_len=mode.draft_len, kv_advance=mode.kv_advance, kv_layout=mode.kv_layout,
-                max_step_tokens=max(1024, batch * (most + 1)),
+                kernels=suite.kernels, max_step_tokens=max(1024, batch * (most + 1)),
             )  # fmt: skip
             mode_runs.append(measure(llm, mode, work, suite.max_tokens, scripted))
             if suite.scripted_acceptance is not None and scripted is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from polytempo.cli.options import DTYPES
+from polytempo.config import KERNELS
 
 if TYPE_CHECKING:
     from polytempo.bench.load import Load
@@ -63,6 +64,7 @@ class _List(click.ParamType):
 @click.option("--scripted-acceptance", type=click.FloatRange(0, 1), help="Drafts right with this probability.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs; the median counts.")
 @click.option("--threads", default="", type=_List(), help="Torch threads [default: as torch chooses].")
+@click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="C++ or torch.")
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
 @click.option("--server", metavar="URL", help="Measure a running server instead: latencies as clients see them.")
 @click.option("--clients", default=8, show_default=True, type=click.IntRange(1), help="With --server: at once.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polytempo.config import KERNELS
 from polytempo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ Command = Callable[..., Any]
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINE_OPTIONS = (
     "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
-    "memory", "prefix_cache", "queue_limit", "mixed_prompt_tokens",
+    "memory", "prefix_cache", "queue_limit", "mixed_prompt_tokens", "kernels",
 )  # fmt: skip
 
 
@@ -92,6 +93,11 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
                 help="Draft with the MTP block; never changes the output [default: auto, if there is one].",
             ),
             click.option("--draft-len", type=_IntegerOr("auto"), help="Drafts per step [default: auto, what pays]."),
+            click.option(
+                "--kernels",
+                type=click.Choice(KERNELS),
+                help="What runs the forward: C++ kernels or torch [default: auto, C++ where it can be built].",
+            ),
         ]
     if engine and rows:
         options += [

@@ -7,7 +7,7 @@ import time
 from polytempo.cache.layout import StateShape
 from polytempo.cache.store import RowStore
 from polytempo.cache.view import BatchView
-from polytempo.config import EngineConfig
+from polytempo.config import AUTO, EngineConfig
 from polytempo.engine.capability import granted_advance_mode
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.prefix import PrefixCache
@@ -49,8 +49,10 @@ class Engine:
         store = RowStore.allocate(shape, config.max_rows, model.dtype, model.device, config.memory)
         self.scheduler = Scheduler(config, store.pool)
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
+        chosen = model if config.kernels == AUTO else model.with_kernels(config.kernels)
+        _ = chosen.native  # built here, if ever, and not in the first step
         prefix_cache = PrefixCache(store, config.prefix_cache) if config.prefix_cache else None
-        self.target = Target(model, tables, store, config, prefix_cache)
+        self.target = Target(chosen, tables, store, config, prefix_cache)
         self.proposer = proposer or _proposer(self.target)
         self.policy = DraftPolicy(config)
         self.num_steps = 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polytempo.config import ModelConfig
+from polytempo.config import AUTO, ModelConfig
 from polytempo.model.attention import Attention
 from polytempo.model.hyper import HyperConnection, HyperHead, collapse, expand
 from polytempo.model.moe import MoE
+from polytempo.model.native import NativeModel, native_or_none
 from polytempo.model.ops import Linear, RMSNorm
 
 Attend = Callable[[Attention, Tensor], Tensor]
@@ -97,6 +99,9 @@ class DeepseekV4(nn.Module):
     """Weights of a target and its MTP block, with the steps that do not depend on a cache.
 
     Parameter names are the official checkpoint's, but for the hyper-connections' dots and the stacked experts.
+
+    Attributes:
+        kernels: what runs the cached forward: "auto", "native" or "torch"; see `EngineConfig`.
     """
 
     def __init__(
@@ -104,6 +109,8 @@ class DeepseekV4(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.kernels = AUTO
+        self._native: NativeModel | bool | None = None  # False: there is none; None: not asked yet
         self.embed = Embedding(config, dtype, device)
         self.layers = nn.ModuleList(
             Block(config, ratio, config.is_hash_layer(layer_idx), dtype, device)
@@ -119,15 +126,47 @@ class DeepseekV4(nn.Module):
         """Where the weights live."""
         return self.embed.weight.device
 
+    def with_kernels(self, choice: str) -> DeepseekV4:
+        """A model over the same weights whose cached forward runs in other kernels.
+
+        Args:
+            choice: "auto", "native" or "torch".
+
+        Returns:
+            This model if it is its choice already.
+
+        Raises:
+            ConfigError: "native" where the kernels cannot be built or do not fit the model.
+        """
+        if choice == self.kernels:
+            chosen = self
+        else:
+            chosen = copy.copy(self)
+            chosen.kernels, chosen._native = choice, None
+        if choice == "native":
+            _ = chosen.native
+        return chosen
+
+    @property
+    def native(self) -> NativeModel | None:
+        """The C++ kernels over these weights, or None for the torch path; built when first asked for."""
+        if self._native is None or (self._native and not self._native.is_current):
+            self._native = native_or_none(self, self.kernels) or False
+        return self._native or None
+
     def embed_streams(self, token_ids: Tensor) -> Tensor:
         """Embeddings of token_ids [T], repeated over the streams: [T, hc, D]."""
         return self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
 
     def logits(self, streams: Tensor) -> Tensor:
         """Target logits [T, vocab] in the model dtype, from last-layer streams [T, hc, D]."""
+        if not torch.is_grad_enabled() and self.native is not None:
+            return self.native.logits(streams)
         return self.head(self.norm(self.hc_head(streams)))
 
     def mtp_logits(self, streams: Tensor) -> Tensor:
         """MTP logits [T, vocab] in the model dtype, from the MTP block's output streams [T, hc, D]."""
+        if not torch.is_grad_enabled() and self.native is not None:
+            return self.native.logits(streams, is_mtp=True)
         block = self.mtp[0]
         return self.head(block.norm(block.hc_head(streams)))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from polytempo.cache.store import RowStore
 from polytempo.cache.view import BatchView
+from polytempo.cache.window import WindowLayout
 from polytempo.model.cached_attention import CachedAttention, write_window
 from polytempo.model.caller_mask import check_caller_mask
 from polytempo.model.deepseek_v4 import DeepseekV4
@@ -33,6 +34,8 @@ def target_forward(
     Raises:
         ConfigError: the caller's mask does not fit this forward; nothing was written.
     """
+    if caller_mask is None and _native_serves(model, store.target_windows):
+        return model.native.target(tables, store, view)
     if caller_mask is not None:
         caller_mask = check_caller_mask(caller_mask, view, model.config.num_attention_heads)
     streams = model.embed_streams(view.token_ids)
@@ -57,6 +60,8 @@ def mtp_forward(
     Returns:
         The block's output streams [T, hc, D]: the next draft's input, and `model.mtp_logits` gives its logits.
     """
+    if _native_serves(model, store.mtp_windows):
+        return model.native.mtp_block(tables, store, view, streams)
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
     return block(inputs, view.token_ids, CachedAttention(store.mtp[0], view, tables))
@@ -75,8 +80,16 @@ def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: Batc
         view: positions are the pairs' p; token_ids are the tokens of p + 1.
         streams: [T, hc, D], the target's at the same positions.
     """
+    if _native_serves(model, store.mtp_windows):
+        model.native.mtp_keys(tables, store, view, streams)
+        return
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
     x = block.attn_norm(collapse(inputs, block.hc_attn(inputs).pre))
     kv = block.attn.project_kv(x, tables.plain.at(view.positions))
     write_window(store.mtp[0].window, view, kv)
+
+
+def _native_serves(model: DeepseekV4, windows: WindowLayout) -> bool:
+    """Whether the C++ kernels run this forward; they know no layout but the ring."""
+    return windows.name == "ring" and model.native is not None

@@ -34,6 +34,7 @@ def test_every_form_that_is_used_is_clean(verdicts):
     assert {verdict.probe.dtype for verdict in verdicts} == {torch.float32, torch.bfloat16}
 
 
+@pytest.mark.twin
 def test_every_linear_of_a_forward_is_probed(monkeypatch):
     """Shapes that the target and the MTP block really show `linear`, against the ones that are probed."""
     seen = set()
@@ -52,6 +53,7 @@ def test_every_linear_of_a_forward_is_probed(monkeypatch):
     assert seen == set(invariance.weight_shapes(TINY, torch.bfloat16))
 
 
+@pytest.mark.twin
 def test_every_product_of_a_forward_has_a_probe(monkeypatch):
     """Inner dimensions and dtypes that `matmul` really meets."""
     seen = set()

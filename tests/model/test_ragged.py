@@ -308,6 +308,7 @@ def test_every_cell_that_a_row_sees_matters():
         assert same == [False, True], (layer_idx, name)
 
 
+@pytest.mark.twin
 @each_dtype
 def test_padding_rows_are_never_read(dtype, monkeypatch):
     (expected, _), num_padded, original = continue_poisoned(dtype, None), [], ops.pad_rows
@@ -400,6 +401,7 @@ def test_a_slot_serves_one_request_after_another(cleared):
     assert torch.equal(harness.prefill(second, [6, 1]), alone(model, second, 6))
 
 
+@pytest.mark.twin
 def test_a_failed_row_does_not_outlive_its_seat():
     """0 · NaN is NaN: masks alone do not keep out what a row with non-finite state left behind."""
     model, ids = model_of(torch.float32), random_ids(20, seed=2)
@@ -479,7 +481,7 @@ def spy_kept_entries(model, ids: list[int]) -> list[int]:
 
     cached_attention.choose_entries = spy
     try:
-        harness = Harness(model)
+        harness = Harness(model.with_kernels("torch"))
         harness.prefill(ids[:-1], [64])
         seen.clear()
         harness.prefill(ids[-1:], [1], start=len(ids) - 1)

@@ -165,6 +165,7 @@ def test_entry_is_rotated_at_its_first_position(layer_idx, ratio):
         assert (entries - pooled)[1:].abs().amax(-1).min() > 0.1
 
 
+@pytest.mark.twin
 def test_stored_entries_carry_that_rotation():
     """The cached path hands the compressor the entry's own number, whatever chunk completes it."""
     ids, harness = random_ids(300, seed=0), Harness(random_model(seed=3))

@@ -120,7 +120,9 @@ def make_copy(folder: Path) -> None:
 def run_tests(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Exit code and output of `pytest -x -q` in the copy."""
     # Bytecode is keyed by second and size: two mutants of one file could share it.
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(copy / ".cache"),
+    }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", *tests]
     try:
         done = subprocess.run(

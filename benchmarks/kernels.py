@@ -1,0 +1,158 @@
+"""C++ kernels against the torch path, in one process: per part, per step, and against the products alone.
+
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py [--model DIR] [--dtype bfloat16] [--rows 1,8,32,128]
+
+Medians are compared, and both paths' logits must agree. The last line is JSON. "products" is the sum
+of a step's matrix products alone, in torch: every weight once over all rows, each expert over its share of the rows,
+and attention's two products over the window and the entries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from polytempo.cache.layout import Segment, StateShape
+from polytempo.cache.store import RowStore
+from polytempo.checkpoint.load import load_model
+from polytempo.config import EngineConfig
+from polytempo.kernels import ops
+from polytempo.llm import DEMO_MODEL
+from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.model.forward import target_forward
+from polytempo.model.rope import RopeTables
+
+CONTEXT, CHUNK, REPEAT = 512, 256, 7
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    """Median milliseconds of REPEAT calls after one for warmth."""
+    times = []
+    for _ in range(REPEAT + 1):
+        started = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[1:])
+
+
+class Setup:
+    """Rows at CONTEXT tokens, in a store of their own.
+
+    Args:
+        model: with its choice of kernels.
+        rows: how many.
+    """
+
+    def __init__(self, model: DeepseekV4, rows: int) -> None:
+        self.model, self.rows = model, rows
+        limits = EngineConfig(max_rows=rows, max_model_len=CONTEXT + 2 * CHUNK, max_step_tokens=max(rows, 1024))
+        self.tables = RopeTables.build(model.config, limits.max_model_len)
+        self.store = RowStore.allocate(StateShape.build(model.config, limits), rows, model.dtype)
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(2, model.config.vocab_size, (rows, CONTEXT + CHUNK), generator=generator).tolist()
+
+    def forward(self, start: int, count: int, rows: range | None = None) -> torch.Tensor:
+        """`count` tokens of these rows from `start` on."""
+        segments = [Segment(r, start, self.ids[r][start : start + count]) for r in rows or range(self.rows)]
+        view = self.store.target_view(segments, self.model.config.compress_ratios)
+        return target_forward(self.model, self.tables, self.store, view)
+
+    def fill(self) -> None:
+        """Feed every row's first CONTEXT tokens, a chunk at a time."""
+        for row in range(self.rows):
+            for start in range(0, CONTEXT, CHUNK):
+                self.forward(start, CHUNK, range(row, row + 1))
+
+    def step(self) -> torch.Tensor:
+        """The token at CONTEXT of every row, and its logits."""
+        with torch.inference_mode():
+            return self.model.logits(self.forward(CONTEXT, 1))
+
+
+def products(model: DeepseekV4, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(x, weight) of every product of a step through the target."""
+    config, found = model.config, []
+    for path, weight in model.named_parameters():
+        if weight.dim() < 2 or path.startswith(("mtp", "embed")) or path.endswith("ape"):
+            continue
+        parts, count = [weight], rows
+        if weight.dim() == 3:  # experts: all rows' choices over as many experts as they can reach
+            reached = min(config.n_routed_experts, rows * config.num_experts_per_tok)
+            parts, count = list(weight[:reached]), max(1, rows * config.num_experts_per_tok // reached)
+        elif path.endswith("wo_a.weight"):
+            parts = list(weight.chunk(config.o_groups))
+        found += [(torch.randn(count, part.shape[1]).to(part.dtype), part) for part in parts]
+    return found
+
+
+def attention_products(model: DeepseekV4, rows: int) -> Callable[[], None]:
+    """QK and PV of all layers over window and entries at CONTEXT, keys shared by a row's heads."""
+    config, pairs = model.config, []
+    for ratio in config.compress_ratios:
+        entries = min(CONTEXT // ratio, config.index_topk if ratio == 4 else CONTEXT) if ratio else 0
+        keys = torch.randn(rows, config.sliding_window + entries, config.head_dim).to(model.dtype)
+        pairs.append((torch.randn(rows, config.num_attention_heads, config.head_dim).to(model.dtype), keys))
+
+    def run() -> None:
+        for q, keys in pairs:
+            torch.matmul(torch.matmul(q, keys.transpose(1, 2)), keys)
+
+    return run
+
+
+def measure(models: dict[str, DeepseekV4], rows: int) -> dict[str, float]:
+    """Milliseconds at this many rows."""
+    result, setups = {"rows": rows}, {name: Setup(model, rows) for name, model in models.items()}
+    setups["native"].fill()
+    setups["torch"].store = copy.deepcopy(setups["native"].store)
+    logits = {name: setup.step().float() for name, setup in setups.items()}
+    difference = (logits["native"] - logits["torch"]).abs().mean() / logits["torch"].std()
+    assert difference < 0.05, f"the paths disagree by {difference:.3f} standard deviations"
+    result |= {f"step_{name}": median_ms(setup.step) for name, setup in setups.items()}
+    pairs, library = products(models["torch"], rows), models["native"].native.library
+    with torch.inference_mode():
+        result["attention_torch"] = median_ms(attention_products(models["torch"], rows))
+        result["linear_torch"] = median_ms(lambda: [F.linear(x, weight) for x, weight in pairs])
+        result["products"] = result["attention_torch"] + result["linear_torch"]
+        result["linear_native"] = median_ms(lambda: [ops.linear(library, x, weight) for x, weight in pairs])
+    return result
+
+
+def prefill(models: dict[str, DeepseekV4]) -> dict[str, float]:
+    """Tokens per second of one row's chunk of CHUNK tokens after another."""
+    setups = {name: Setup(model, 1) for name, model in models.items()}
+    return {f"prefill_{name}": CHUNK / median_ms(lambda s=setup: s.forward(CHUNK, CHUNK)) * 1e3
+            for name, setup in setups.items() if setup.fill() is None}  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rows", default="1,8,32,128")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    base, _ = load_model(options.model, options.dtype, progress=False)
+    models = {name: base.with_kernels(name) for name in ("torch", "native")}
+    results = [measure(models, int(rows)) for rows in options.rows.split(",")]
+    print(f"{'rows':>5} {'torch ms':>9} {'native ms':>9} {'ratio':>6} {'products ms':>11} {'native/products':>15}")
+    for r in results:
+        print(f"{r['rows']:5} {r['step_torch']:9.2f} {r['step_native']:9.2f} {r['step_torch'] / r['step_native']:6.1f} "
+              f"{r['products']:11.2f} {r['step_native'] / r['products']:15.2f}")  # fmt: skip
+    speeds = prefill(models)
+    print("prefill tokens/s: " + ", ".join(f"{name.split('_')[1]} {speed:.0f}" for name, speed in speeds.items()))
+    print(json.dumps({"dtype": str(base.dtype), "threads": options.threads, "results": results, **speeds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+// Mixture of experts: route, run each chosen expert over its own tokens, add a token's experts in its own order.
+#pragma once
+
+#include "linear.h"
+
+namespace pt {
+
+constexpr long ROWS_PER_EXPERT_TASK = 32;
+
+// Scores sqrt(softplus(logit)), in place.
+inline void router_scores(float* logits, long count) {
+    for (long i = 0; i < count; i += LANES) {
+        v16 x = load(logits + i, count - i), negative = x < 0.0f ? x : -x;
+        v16 positive = x < 0.0f ? v16{} : x;
+        store(logits + i, sqrt16(positive + log1p16(exp16(negative))), count - i);
+    }
+}
+
+// The top_k highest of scores + bias, highest first; of equals the lowest expert, NaN above all numbers.
+inline void choose_experts(const float* scores, const float* bias, long experts, long top_k, int64_t* chosen) {
+    for (long place = 0; place < top_k; place++) {
+        long best = -1;
+        float highest = 0.0f;
+        for (long expert = 0; expert < experts; expert++) {
+            float score = scores[expert] + bias[expert];
+            if (best >= 0 && !(score > highest || (score != score && highest == highest))) continue;
+            bool taken = false;
+            for (long i = 0; i < place; i++) taken |= chosen[i] == expert;
+            if (!taken) best = expert, highest = score;
+        }
+        chosen[place] = best;
+    }
+}
+
+// Experts and weights of every token: ids [T, top_k], weights [T, top_k], which sum to the routed scale.
+template <class T>
+inline void route(const PtLayer& layer, const PtTokens& tokens, const T* x, int64_t* ids, float* weights) {
+    const long count = tokens.count, hidden = layer.hidden, experts = layer.experts, top_k = layer.top_k;
+    float* wide = PT_SCRATCH(float, count * hidden);
+    float* logits = PT_SCRATCH(float, count * experts);
+    for (long i = 0; i < count * hidden; i += LANES)
+        store(wide + i, load(x + i, count * hidden - i), count * hidden - i);
+    float** x_rows = row_pointers(PT_SCRATCH(float*, count), wide, count, hidden);
+    float** y_rows = row_pointers(PT_SCRATCH(float*, count), logits, count, experts);
+    Product<float> product{x_rows, y_rows, layer.gate_weight, count, hidden, experts};
+    run(&product, 1, tokens.threads);
+    const long group = 8;
+    share((count + group - 1) / group, tokens.threads, [&](long task) {
+        for (long token = task * group; token < std::min(count, task * group + group); token++) {
+            float* scores = logits + token * experts;
+            int64_t* chosen = ids + token * top_k;
+            router_scores(scores, experts);
+            if (layer.gate_table)
+                memcpy(chosen, layer.gate_table + tokens.ids[token] * top_k, top_k * sizeof *chosen);
+            else
+                choose_experts(scores, layer.gate_bias, experts, top_k, chosen);
+            float total = 0.0f, *own = weights + token * top_k;
+            for (long i = 0; i < top_k; i++) total += scores[chosen[i]];
+            total += 1e-20f;  // transformers' guard against a token whose scores are all 0
+            for (long i = 0; i < top_k; i++) own[i] = scores[chosen[i]] / total * float(layer.route_scale);
+        }
+    });
+}
+
+// to = silu(gate) * up in float32, gate clamped above, up on both sides.
+template <class T>
+inline void swiglu(const float* gate, const float* up, long n, float limit, T* to) {
+    const v16 high = splat(limit), low = splat(-limit);
+    for (long i = 0; i < n; i += LANES) {
+        v16 g = load(gate + i, n - i), u = load(up + i, n - i);
+        g = g > high ? high : g;
+        u = u > high ? high : u;
+        u = u < low ? low : u;
+        store(to + i, g * sigmoid16(g) * u, n - i);
+    }
+}
+
+// One expert over at most ROWS_PER_EXPERT_TASK rows: y[r] = w2 (swiglu(w1 x[r], w3 x[r])), float32.
+template <class T>
+inline void expert_rows(const PtLayer& layer, const T* const* x, float* const* y, long rows, const T* w1, const T* w3,
+                        const T* w2, long inner) {
+    float* gate = PT_SCRATCH(float, ROWS_PER_EXPERT_TASK * inner);
+    float* up = PT_SCRATCH(float, ROWS_PER_EXPERT_TASK * inner);
+    T* middle = PT_SCRATCH(T, ROWS_PER_EXPERT_TASK * inner);
+    float *gate_rows[ROWS_PER_EXPERT_TASK], *up_rows[ROWS_PER_EXPERT_TASK];
+    T* middle_rows[ROWS_PER_EXPERT_TASK];
+    row_pointers(gate_rows, gate, rows, inner);
+    row_pointers(up_rows, up, rows, inner);
+    row_pointers(middle_rows, middle, rows, inner);
+    Product<T, float>{x, gate_rows, w1, rows, layer.hidden, inner}.run_serial();
+    Product<T, float>{x, up_rows, w3, rows, layer.hidden, inner}.run_serial();
+    for (long row = 0; row < rows; row++)
+        swiglu(gate_rows[row], up_rows[row], inner, layer.swiglu_limit, middle_rows[row]);
+    Product<T, float>{middle_rows, y, w2, rows, inner, layer.hidden}.run_serial();
+}
+
+struct ExpertTask {
+    long expert, first, rows;  // expert == layer.experts: the shared one, over tokens first …
+};
+
+// Sort (token, choice) pairs by expert, stably; returns the number of tasks, the shared expert's first.
+inline long plan_experts(const PtLayer& layer, long count, const int64_t* ids, long* order, ExpertTask* tasks) {
+    const long experts = layer.experts, pairs = count * layer.top_k;
+    long* place = PT_SCRATCH(long, experts + 1);
+    for (long expert = 0; expert <= experts; expert++) place[expert] = 0;
+    for (long pair = 0; pair < pairs; pair++) place[ids[pair] + 1]++;
+    long num_tasks = 0, start = 0;
+    for (long first = 0; first < count; first += ROWS_PER_EXPERT_TASK)
+        tasks[num_tasks++] = {experts, first, std::min(ROWS_PER_EXPERT_TASK, count - first)};
+    for (long expert = 0; expert < experts; expert++) {
+        long end = start + place[expert + 1];
+        for (long first = start; first < end; first += ROWS_PER_EXPERT_TASK)
+            tasks[num_tasks++] = {expert, first, std::min(ROWS_PER_EXPERT_TASK, end - first)};
+        place[expert + 1] = end;
+        start = end;
+    }
+    for (long pair = 0; pair < pairs; pair++) order[place[ids[pair]]++] = pair;
+    return num_tasks;
+}
+
+// y [T, D] = routed experts in each token's own order, then the shared expert.
+template <class T>
+inline void moe(const PtLayer& layer, const PtTokens& tokens, const T* x, T* y) {
+    const long count = tokens.count, hidden = layer.hidden, top_k = layer.top_k, pairs = count * top_k;
+    int64_t* ids = PT_SCRATCH(int64_t, pairs);
+    float* weights = PT_SCRATCH(float, pairs);
+    route(layer, tokens, x, ids, weights);
+    long* order = PT_SCRATCH(long, pairs);
+    const long most = pairs / ROWS_PER_EXPERT_TASK + layer.experts + count / ROWS_PER_EXPERT_TASK + 2;
+    ExpertTask* tasks = PT_SCRATCH(ExpertTask, most);
+    const long num_tasks = plan_experts(layer, count, ids, order, tasks);
+    float* outputs = PT_SCRATCH(float, (pairs + count) * hidden);  // by (token, choice), then the shared expert's
+    share(num_tasks, tokens.threads, [&](long index) {
+        const ExpertTask& task = tasks[index];
+        const bool is_shared = task.expert == layer.experts;
+        const T* rows[ROWS_PER_EXPERT_TASK];
+        float* results[ROWS_PER_EXPERT_TASK];
+        for (long i = 0; i < task.rows; i++) {
+            long pair = is_shared ? pairs + task.first + i : order[task.first + i];
+            rows[i] = x + (is_shared ? task.first + i : pair / top_k) * hidden;
+            results[i] = outputs + pair * hidden;
+        }
+        if (is_shared) {
+            expert_rows(layer, rows, results, task.rows, (const T*)layer.shared_w1, (const T*)layer.shared_w3,
+                        (const T*)layer.shared_w2, layer.shared_inner);
+        } else {
+            const T* w1 = (const T*)layer.w13 + task.expert * 2 * layer.inner * hidden;
+            const T* w2 = (const T*)layer.w2 + task.expert * layer.inner * hidden;
+            expert_rows(layer, rows, results, task.rows, w1, w1 + layer.inner * hidden, w2, layer.inner);
+        }
+    });
+    const long group = 8;
+    share((count + group - 1) / group, tokens.threads, [&](long task) {
+        for (long token = task * group; token < std::min(count, task * group + group); token++) {
+            const float *own = outputs + token * top_k * hidden, *shared = outputs + (pairs + token) * hidden;
+            for (long i = 0; i < hidden; i += LANES) {
+                v16 total = {};
+                for (long k = 0; k < top_k; k++)
+                    total += load(own + k * hidden + i, hidden - i) * weights[token * top_k + k];
+                store(y + token * hidden + i, total + load(shared + i, hidden - i), hidden - i);
+            }
+        }
+    });
+}
+
+}  // namespace pt

@@ -1,0 +1,99 @@
+"""Single kernels on tensors; twins: model.ops.linear and RMSNorm."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from polytempo.errors import InvariantError
+
+
+def check_operand(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Refuse what a kernel would read wrongly.
+
+    Args:
+        name: for the message.
+        tensor: an argument.
+        dtype: what it must be; None: float32 or bfloat16.
+
+    Raises:
+        InvariantError: it is not on the CPU, not contiguous, or of another dtype.
+    """
+    dtypes = (torch.float32, torch.bfloat16) if dtype is None else (dtype,)
+    if tensor.device.type != "cpu" or tensor.dtype not in dtypes or not tensor.is_contiguous():
+        raise InvariantError(
+            f"kernel operand {name!r} is {tensor.dtype} on {tensor.device}, strides {tensor.stride()} for shape "
+            f"{tuple(tensor.shape)}; it must be contiguous, on the CPU and {' or '.join(map(str, dtypes))}"
+        )
+
+
+def linear(library: ctypes.CDLL, x: Tensor, weight: Tensor, threads: int | None = None) -> Tensor:
+    """x @ weight.T; a row's result is a function of that row alone, whatever the number of rows or threads.
+
+    Args:
+        library: from `build.load`.
+        x: [M, K], M >= 0, float32 or bfloat16, contiguous.
+        weight: [N, K], same dtype, contiguous.
+        threads: most threads; None: as many as torch.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        InvariantError: an operand that the kernel would read wrongly.
+    """
+    check_operand("x", x)
+    check_operand("weight", weight, x.dtype)
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise InvariantError(f"kernel linear got x {tuple(x.shape)} and weight {tuple(weight.shape)}")
+    (rows, depth), width = x.shape, weight.shape[0]
+    out = x.new_empty(rows, width)
+    library.pt_linear(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, depth, width,
+                      x.dtype == torch.bfloat16, threads or torch.get_num_threads())  # fmt: skip
+    return out
+
+
+def rms_norm(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / rms(x) over the last dimension, in float32, returned in x's dtype.
+
+    Args:
+        library: from `build.load`.
+        x: [..., N] float32 or bfloat16, contiguous.
+        weight: [N] float32.
+        eps: added to the mean square.
+
+    Returns:
+        As x.
+
+    Raises:
+        InvariantError: an operand that the kernel would read wrongly.
+    """
+    check_operand("x", x)
+    check_operand("weight", weight, torch.float32)
+    if weight.shape != x.shape[-1:]:
+        raise InvariantError(f"kernel rms_norm got x {tuple(x.shape)} and weight {tuple(weight.shape)}")
+    out, width = torch.empty_like(x), x.shape[-1]
+    library.pt_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps,
+                        x.dtype == torch.bfloat16)  # fmt: skip
+    return out
+
+
+def exp(library: ctypes.CDLL, x: Tensor) -> Tensor:
+    """The kernels' exp: 0 below -87, constant above 88.
+
+    Args:
+        library: from `build.load`.
+        x: float32, contiguous.
+
+    Returns:
+        As x.
+
+    Raises:
+        InvariantError: an operand that the kernel would read wrongly.
+    """
+    check_operand("x", x, torch.float32)
+    out = torch.empty_like(x)
+    library.pt_exp(x.data_ptr(), out.data_ptr(), x.numel())
+    return out
