@@ -35,6 +35,7 @@ class RatioPool:
         ratio: 4 or 128.
         block_bytes: of one block in all layers of this ratio.
         table: [slots, most blocks of a row] int64, block numbers in order of entry; NULL_BLOCK past the row's own.
+        counts: blocks of each slot, as its table says; kept, since every step asks for all of them.
         size: blocks that the tensors must have, NULL_BLOCK included.
         free: blocks that no slot holds, a heap.
         fresh: blocks that were handed out and not yet zeroed.
@@ -43,13 +44,14 @@ class RatioPool:
     ratio: int
     block_bytes: int
     table: np.ndarray
+    counts: list[int]
     size: int = 1
     free: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
 
     def held(self, slot: int) -> int:
         """Blocks of a slot."""
-        return int((self.table[slot] != NULL_BLOCK).sum())
+        return self.counts[slot]
 
     def missing(self, slot: int, num_tokens: int) -> int:
         """Blocks that a slot lacks to hold num_tokens tokens."""
@@ -71,7 +73,7 @@ class EntryPool:
             layers = [layer for layer in shape.layers if layer.ratio == ratio]
             width = sum(layer.head_dim + layer.index_head_dim for layer in layers)
             table = np.full((num_slots, layers[0].max_entries // BLOCK), NULL_BLOCK, dtype=np.int64)
-            self.ratios[ratio] = RatioPool(ratio, BLOCK * width * bytes_per_element, table)
+            self.ratios[ratio] = RatioPool(ratio, BLOCK * width * bytes_per_element, table, [0] * num_slots)
         needed = sum(pool.block_bytes * (1 + pool.table.shape[1]) for pool in self.ratios.values())
         if budget is not None and needed > budget:
             raise ConfigError(
@@ -88,6 +90,10 @@ class EntryPool:
     def num_live_bytes(self) -> int:
         """Bytes of blocks that slots hold."""
         return sum((pool.size - 1 - len(pool.free)) * pool.block_bytes for pool in self.ratios.values())
+
+    def holds(self, slot: int, num_tokens: int) -> bool:
+        """Whether a slot has the blocks for num_tokens tokens already."""
+        return not any(pool.missing(slot, num_tokens) for pool in self.ratios.values())
 
     def fits(self, wanted: dict[int, int]) -> bool:
         """Whether every slot of `wanted` (slot -> tokens) can have the blocks for so many tokens, all at once."""
@@ -117,6 +123,8 @@ class EntryPool:
         Raises:
             CapacityError: the budget does not allow it; nothing was given.
         """
+        if self.holds(slot, num_tokens):
+            return
         if not self.fits({slot: num_tokens}):
             raise CapacityError(
                 f"slot {slot} needs blocks for {num_tokens} tokens; {self.num_bytes} of {self.budget} bytes are taken "
@@ -131,6 +139,7 @@ class EntryPool:
                 block = heapq.heappop(pool.free)
                 pool.table[slot, place] = block
                 pool.fresh.append(block)
+            pool.counts[slot] += missing
 
     def _grow(self, pool: RatioPool, least: int) -> None:
         count = max(least, pool.size // GROWTH)
@@ -148,6 +157,7 @@ class EntryPool:
             for block in pool.table[slot, : pool.held(slot)].tolist():
                 heapq.heappush(pool.free, block)
             pool.table[slot] = NULL_BLOCK
+            pool.counts[slot] = 0
 
     def shrink(self) -> None:
         """Give back all blocks, if no slot holds one."""
@@ -167,7 +177,10 @@ class EntryPool:
                     f"1..{pool.size - 1}"
                 )
             for slot in range(pool.table.shape[0]):
-                if (pool.table[slot, : pool.held(slot)] == NULL_BLOCK).any():
-                    raise InvariantError(f"ratio {pool.ratio}: slot {slot} has a gap in its blocks {pool.table[slot]}")
+                is_held = pool.table[slot] != NULL_BLOCK
+                if is_held.sum() != pool.held(slot) or not is_held[: pool.held(slot)].all():
+                    raise InvariantError(
+                        f"ratio {pool.ratio}: slot {slot} has {pool.held(slot)} blocks; its table is {pool.table[slot]}"
+                    )
         if self.budget is not None and self.num_bytes > self.budget:
             raise InvariantError(f"blocks take {self.num_bytes} bytes of {self.budget}")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_QUEUE_LIMIT = 256
 DEFAULT_MIXED_PROMPT_TOKENS = 64
+DEFAULT_PREFIX_CACHE = 256 * 2**20
 
 
 @click.command("serve")
@@ -41,6 +42,7 @@ DEFAULT_MIXED_PROMPT_TOKENS = 64
 def serve_command(model: str | None, dtype: str, device: str, host: str, port: int, **options: Any) -> None:
     """Serve the OpenAI API: /v1/completions, /v1/chat/completions, and a page at / to watch and try it.
 
+    The state of shared prompts is kept and reused: 256 MiB of it unless --prefix-cache says otherwise.
     SIGTERM or Ctrl-C lets running requests finish; a second one ends at once.
 
     \b
@@ -57,6 +59,8 @@ def serve_command(model: str | None, dtype: str, device: str, host: str, port: i
             raise
         raise ConfigError(f"serving needs the package {error.name}; pip install 'polytempo[serve]'") from None
 
+    if options["prefix_cache"] is None and options["kv_layout"] in (None, "ring"):
+        options["prefix_cache"] = DEFAULT_PREFIX_CACHE
     llm = open_llm(model, dtype, device, options)
     if llm.tokenizer is None:
         raise ConfigError(f"{model}: serving needs a tokenizer, and there is no tokenizer.json")
@@ -91,6 +95,7 @@ def _greeting(llm: LLM, name: str, host: str, port: int, options: Mapping[str, A
         f"{weights / 2**20:.0f} MiB",
         f"rows     {config.max_rows} of {config.max_model_len} tokens, {state / 2**20:.0f} MiB of state, "
         f"at most {most / 2**20:.0f}; {config.queue_limit} more may wait",
+        f"prefixes {config.prefix_cache / 2**20:.0f} MiB of state to be reused",
         f"drafts   {drafts}, advance {config.kv_advance}",
         f"page     http://{shown}:{port}/",
         f"try      curl http://{shown}:{port}/v1/completions -H 'Content-Type: application/json'{key} \\",

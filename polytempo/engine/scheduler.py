@@ -159,16 +159,17 @@ class Scheduler:
         """Decoding rows, with blocks for their last token."""
         while True:
             decoding = [row for row in self.running if row.is_decoding]
-            if self.pool is None or self.pool.fits({row.slot: row.kv_len + 1 for row in decoding}):
+            growing = [] if self.pool is None else [r for r in decoding if not self.pool.holds(r.slot, r.kv_len + 1)]
+            if not growing or self.pool.fits({row.slot: row.kv_len + 1 for row in growing}):
                 break
             self._set_back_one()
-        for row in decoding:
+        for row in growing:
             self._room(row, 1)
         return decoding
 
     def _room(self, row: Row, count: int) -> int:
         """The most tokens up to count that the row can feed; their blocks are reserved."""
-        if self.pool is None:
+        if self.pool is None or self.pool.holds(row.slot, row.kv_len + count):
             return count
         end = self.pool.most_tokens(row.slot, row.kv_len + count)
         self.pool.reserve(row.slot, end)

@@ -42,6 +42,13 @@ assert loaded.is_relative_to(here), f"tests load {loaded}, not the copy in {here
 """
 
 
+HEADING = """# Mutations
+
+Edits of one line (or a few) that the tests must notice, and the first test that did. Written by
+`make mutants ARGS="--write docs/mutations.md"`; `--file LIST` runs one list and replaces its table alone.
+"""
+
+
 class ListError(Exception):
     """A mutation list cannot be used as it stands."""
 
@@ -172,6 +179,22 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def write_tables(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Put one table per list into a Markdown file; tables of lists that were not run stay as they are."""
+    text = path.read_text(encoding="utf-8") if path.exists() else HEADING
+    sections = {part.split("\n", 1)[0]: part for part in text.split("\n## ")[1:]}
+    for source in dict.fromkeys(outcome.mutation.source for outcome in outcomes):
+        own = [outcome for outcome in outcomes if outcome.mutation.source == source]
+        killed = sum(outcome.verdict == "killed" for outcome in own)
+        lines = [source, "", f"{killed} of {len(own)} killed, {time.strftime('%Y-%m-%d')}.", ""]
+        lines += ["| edit | file | verdict | noticed by |", "|---|---|---|---|"]
+        for outcome in own:
+            cells = (outcome.mutation.name, outcome.mutation.file, outcome.verdict, outcome.detail)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        sections[source] = "\n".join(lines) + "\n"
+    path.write_text(HEADING + "".join(f"\n## {sections[name]}" for name in sorted(sections)), encoding="utf-8")
+
+
 def chosen_lists(names: Sequence[str] | None) -> list[Path]:
     """Paths of the lists to run, given as `model`, `model.toml` or a path."""
     every = sorted(LISTS.glob("*.toml"))
@@ -203,6 +226,8 @@ def run(options: argparse.Namespace) -> int:
             raise ListError(f"the unchanged tests do not pass (pytest exit code {code}):\n{output[-3000:]}")
         outcomes = [run_mutation(copy, mutation) for mutation in tqdm(mutations, unit="mutant")]
     print(table(outcomes))
+    if options.write:
+        write_tables(options.write, outcomes)
     alive = [outcome for outcome in outcomes if outcome.verdict != "killed"]
     print(f"{len(outcomes) - len(alive)} of {len(outcomes)} mutants killed")
     return 1 if alive else 0
@@ -213,6 +238,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", action="append", metavar="NAME", help="run this mutation; may be repeated")
     parser.add_argument("--file", action="append", metavar="LIST", help="run this list (model, checkpoint, …)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this Markdown file")
     try:
         return run(parser.parse_args())
     except ListError as error:
