@@ -13,7 +13,10 @@ FORGET = 0.95
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_WEIGHT = 2.0
 EXPLORED = 3
-"""Timed steps of each kind before the cost model is trusted."""
+"""Timed steps of each kind before the cost model is trusted; the first is cold and counts for nothing."""
+RETRY = 60
+"""Steps without drafts after which one is made to see what it costs now. A stale or unlucky measurement would otherwise
+be believed for ever; one draft in so many steps costs under 1 %."""
 
 
 def draft_length(row: Row, config: EngineConfig) -> int:
@@ -51,8 +54,10 @@ class LinearCost:
     size_seconds: float = 0.0
 
     def record(self, size: int, seconds: float) -> None:
-        """Add one measurement; older ones fade."""
+        """Add one measurement; older ones fade, and the first, of cold caches, is not kept."""
         self.count += 1
+        if self.count == 1:
+            return
         for name, value in (("weight", 1.0), ("size", size), ("seconds", seconds), ("size_size", size * size),
                             ("size_seconds", size * seconds)):  # fmt: skip
             setattr(self, name, FORGET * getattr(self, name) + value)
@@ -81,11 +86,13 @@ class DraftPolicy:
         config: engine options.
         verify_cost: seconds of target forward and sampling by tokens fed, decode steps only.
         draft_cost: seconds of proposing by (draft, row) pairs.
+        num_idle: steps in a row that chose no draft though there was room.
     """
 
     config: EngineConfig
     verify_cost: LinearCost = field(default_factory=LinearCost)
     draft_cost: LinearCost = field(default_factory=LinearCost)
+    num_idle: int = 0
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """Drafts for each row's next step.
@@ -109,7 +116,16 @@ class DraftPolicy:
     def _choose(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
         if self.verify_cost.count < EXPLORED or self.draft_cost.count < EXPLORED:
             # Vary the size, so that base and slope can be told apart.
-            return [min(most, 1 + self.verify_cost.count % 3) for most in room]
+            return [min(most, 1 + self.verify_cost.count % 2) for most in room]
+        lengths = self._best(rows, room)
+        self.num_idle = 0 if any(lengths) or not rows else self.num_idle + 1
+        if self.num_idle < RETRY:
+            return lengths
+        self.num_idle = 0
+        return [min(most, 1) for most in room]
+
+    def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
+        """The lengths of most expected tokens per second."""
         base, per_token = self.verify_cost.fit()
         draft_base, per_draft = self.draft_cost.fit()
         chances = [row.stats.recent_acceptance(PRIOR_ACCEPTANCE, PRIOR_WEIGHT) for row in rows]

@@ -3,7 +3,7 @@
 import pytest
 
 from polytempo.config import AUTO_MAX_DRAFTS, EngineConfig
-from polytempo.engine.draft_length import EXPLORED, DraftPolicy, LinearCost, draft_length
+from polytempo.engine.draft_length import EXPLORED, RETRY, DraftPolicy, LinearCost, draft_length
 from polytempo.engine.row import Request, Row
 from polytempo.engine.stats import DraftStats
 from polytempo.errors import ConfigError
@@ -22,6 +22,8 @@ def make_row(num_prompt=10, num_output=3, acceptance=None, **params) -> Row:
 def policy_with(base, per_token, draft_base, per_draft, **options) -> DraftPolicy:
     """A policy whose cost models have seen exactly these straight lines."""
     policy = DraftPolicy(EngineConfig(**options))
+    for cost in (policy.verify_cost, policy.draft_cost):
+        cost.record(1, 99.0)  # cold: not kept
     for size in range(1, 9):
         policy.verify_cost.record(size, base + per_token * size)
         policy.draft_cost.record(size, draft_base + per_draft * size)
@@ -58,6 +60,8 @@ def test_rows_in_their_prompt_and_finished_rows_get_none():
 
 def test_linear_cost_recovers_a_line_and_forgets():
     cost = LinearCost()
+    cost.record(50, 1000.0)
+    assert cost.fit() == (0.0, 0.0), "the first measurement is cold"
     for size in (1, 4, 9, 2, 7):
         cost.record(size, 0.5 + 0.25 * size)
     assert cost.fit() == pytest.approx((0.5, 0.25))
@@ -66,11 +70,11 @@ def test_linear_cost_recovers_a_line_and_forgets():
             cost.record(size, 2.0 + 0.1 * size)
     assert cost.fit() == pytest.approx((2.0, 0.1), rel=1e-3)
     constant = LinearCost()
-    for _ in range(4):
+    for _ in range(5):
         constant.record(3, 0.9)
     assert constant.fit() == pytest.approx((0.9, 0.0))
     noisy = LinearCost()
-    for size, seconds in ((1, 2.0), (8, 1.0)):
+    for size, seconds in ((1, 9.0), (1, 2.0), (8, 1.0)):
         noisy.record(size, seconds)
     assert noisy.fit()[1] == 0.0, "more tokens never cost less"
 
@@ -121,6 +125,20 @@ def test_auto_respects_a_requests_own_length_and_explores_first():
         seen += fresh.lengths([make_row()])
         fresh.verify_cost.record(1 + seen[-1], 1.0)
     assert len(set(seen)) > 1
+
+
+def test_auto_tries_again_after_many_steps_without_drafts():
+    """Once in RETRY steps, one draft for every row that has room; what was measured then decides on."""
+    policy = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
+    rows = [make_row(acceptance=0.9), make_row(acceptance=0.9, max_tokens=4)]
+    chosen = [policy.lengths(rows) for _ in range(2 * RETRY)]
+    assert [place for place, lengths in enumerate(chosen) if any(lengths)] == [RETRY - 1, 2 * RETRY - 1]
+    assert chosen[RETRY - 1] == [1, 0]
+    for _ in range(300):
+        policy.verify_cost.record(2, 0.1)
+        policy.verify_cost.record(4, 0.101)
+        policy.draft_cost.record(1, 0.001)
+    assert policy.lengths(rows)[0] == AUTO_MAX_DRAFTS
 
 
 def test_recent_acceptance_fades_towards_the_prior():
