@@ -11,7 +11,7 @@ import torch
 from support import ENGINE, TINY, Harness, random_ids, random_model
 
 from polytempo.cache.layout import Segment
-from polytempo.engine.propose import MTPProposer, ScriptedProposer
+from polytempo.engine.propose import CaughtUp, MTPProposer, ScriptedProposer
 from polytempo.engine.row import Row
 from polytempo.engine.sampling import SamplingPosition, sample
 from polytempo.llm import LLM
@@ -178,6 +178,14 @@ class MTPUnderScript(MTPProposer):
                 self.proposed[row.request.request_id, row.choice, row.num_tokens] = list(row.drafts)
             if self.script is not None:
                 row.drafts = self.script(row, most)[:most] if most else []
+
+
+@torch.inference_mode()
+def write_missing_keys(llm: LLM, row: Row) -> None:
+    """Make the keys of the MTP block that a row which does not draft has put off, so that they can be looked at."""
+    store = llm.engine.target.store
+    no_streams = store.mtp_streams.new_zeros(0, *store.mtp_streams.shape[2:])
+    llm.engine.proposer._write_keys([(CaughtUp(row, row.kv_len, 0), 0)], no_streams)
 
 
 def reference_drafts(model, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, count: int,

@@ -7,6 +7,7 @@ start: entry e is column e in every row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,7 @@ class StateShape:
         mtp: MTP blocks.
         kv_layout: engine option, "ring" or "left_aligned".
         window: config field `sliding_window`.
+        streams: (hc_mult, hidden_size), the shape of one position's streams.
         kept_cells: positions before a forward that `left_aligned` keeps when it drops old keys.
     """
 
@@ -89,6 +91,7 @@ class StateShape:
     kv_layout: str
     window: int
     kept_cells: int
+    streams: tuple[int, int]
 
     @classmethod
     def build(cls, model: ModelConfig, engine: EngineConfig) -> StateShape:
@@ -103,7 +106,8 @@ class StateShape:
         """
         layers = tuple(_layer_shape(model, engine, ratio) for ratio in model.compress_ratios)
         mtp = tuple(_layer_shape(model, engine, ratio) for ratio in model.mtp_compress_ratios)
-        return cls(layers, mtp, engine.kv_layout, model.sliding_window, _kept_cells(model, engine))
+        streams = (model.hc_mult, model.hidden_size)
+        return cls(layers, mtp, engine.kv_layout, model.sliding_window, _kept_cells(model, engine), streams)
 
     @property
     def window_cells(self) -> int:
@@ -112,11 +116,18 @@ class StateShape:
 
     def slot_bytes(self, bytes_per_element: int) -> int:
         """Memory that every slot takes from the start, entries apart."""
-        return sum(layer.num_slot_elements for layer in (*self.layers, *self.mtp)) * bytes_per_element
+        rings = sum(layer.num_slot_elements for layer in (*self.layers, *self.mtp))
+        return (rings + self.num_stream_elements) * bytes_per_element
+
+    @property
+    def num_stream_elements(self) -> int:
+        """Stored numbers of a slot's streams, kept for the MTP block."""
+        return self.window * math.prod(self.streams) if self.mtp else 0
 
     def bytes_per_row(self, bytes_per_element: int) -> int:
         """Memory of one row of max_model_len tokens at this element size, the most that a row takes."""
-        return sum(layer.num_elements for layer in (*self.layers, *self.mtp)) * bytes_per_element
+        layers = sum(layer.num_elements for layer in (*self.layers, *self.mtp))
+        return (layers + self.num_stream_elements) * bytes_per_element
 
 
 def live_bytes(shape: StateShape, num_tokens: Sequence[int], num_slots: int, bytes_per_element: int) -> int:

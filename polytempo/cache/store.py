@@ -92,6 +92,8 @@ class RowStore:
         mtp: of the MTP blocks.
         target_windows: layout of the layers' raw keys.
         mtp_windows: layout of the MTP blocks' raw keys.
+        mtp_streams: [slots, window, hc, D], ring by position: streams of rows that do not draft, of which the MTP
+            block's keys are made when they do; empty without an MTP block.
         pool: who holds which block of entries.
         device: where the state lives.
     """
@@ -100,6 +102,7 @@ class RowStore:
     mtp: tuple[LayerState, ...]
     target_windows: WindowLayout
     mtp_windows: WindowLayout
+    mtp_streams: Tensor
     pool: EntryPool
     device: torch.device
 
@@ -135,6 +138,7 @@ class RowStore:
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.mtp),
             window_layout(shape, num_slots),
             window_layout(shape, num_slots),
+            like.new_zeros(num_slots, shape.window if shape.mtp else 0, *shape.streams),
             pool,
             like.device,
         )
@@ -143,7 +147,8 @@ class RowStore:
     def num_bytes(self) -> int:
         """Memory of all tensors."""
         slots = sum(tensor.nbytes for layer in (*self.layers, *self.mtp) for tensor in layer.per_slot())
-        return slots + sum(state.entries.nbytes for layer in self.layers for state in layer.pooled)
+        entries = sum(state.entries.nbytes for layer in self.layers for state in layer.pooled)
+        return slots + self.mtp_streams.nbytes + entries
 
     def clear(self, slot: int) -> None:
         """Zero a slot and take back its blocks.

@@ -76,6 +76,10 @@ class PrefixCache:
         self.num_cached_tokens += row.kv_len
         return chain[-1].streams
 
+    def is_due(self, row: Row, start: int) -> bool:
+        """Whether a row that fed tokens from position `start` on has crossed a boundary."""
+        return row.kv_len // SPAN > start // SPAN
+
     def keep(self, row: Row, start: int, streams: Tensor) -> None:
         """Take snapshots at the boundaries that a row crossed in a step.
 
@@ -84,7 +88,7 @@ class PrefixCache:
             start: position of the first token that it fed.
             streams: [n, hc, D], the target's of the positions from `start` on.
         """
-        if row.kv_len // SPAN == start // SPAN:
+        if not self.is_due(row, start):
             return
         keys: list[bytes] = []
         for boundary in range(SPAN, row.kv_len + 1, SPAN):

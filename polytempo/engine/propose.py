@@ -91,9 +91,9 @@ class ScriptedProposer:
 class MTPProposer:
     """Drafts with the checkpoint's own MTP block.
 
-    Its state at position p depends only on (streams of p, token of p + 1). So catching up writes keys alone,
-    which is right through prompts, pauses and rejected drafts; only drafting runs the whole block, once per
-    draft for all rows together, each at its own position.
+    Its key at position p depends only on (streams of p, token of p + 1). So while a row does not draft, the streams of
+    its last window are kept and nothing is computed; when it drafts, the keys it lacks are made from them, and the
+    whole block runs once per draft for all rows together, each at its own position.
 
     Attributes:
         num_forwards: whole-block forwards so far.
@@ -108,10 +108,16 @@ class MTPProposer:
     @torch.inference_mode()
     def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
         """As `Proposer.propose`; the last committed pair of a drafting row goes through the whole block."""
-        for item in rows:
-            item.row.drafts = []
-        self._write_committed(rows, streams, draft_lens)
-        drafting = [(item, k) for item, k in zip(rows, draft_lens, strict=True) if k]
+        writing, waiting = [], []
+        for item, draft_len in zip(rows, draft_lens, strict=True):
+            row = item.row
+            row.drafts = []
+            # Keys past what was committed are of drafts; the tokens there may be others.
+            row.mtp_len = min(row.mtp_len, item.start)
+            (writing if draft_len or self._is_kept(item) else waiting).append((item, draft_len))
+        self._write_keys(writing, streams)
+        self._keep_streams([item for item, _ in waiting], streams)
+        drafting = [(item, draft_len) for item, draft_len in writing if draft_len]
         if not drafting:
             return
         last = [item.token_idx + item.row.kv_len - 1 - item.start for item, _ in drafting]
@@ -127,28 +133,50 @@ class MTPProposer:
         segment = Segment(row.slot, row.kv_len - 1, row.tokens(row.kv_len, row.kv_len + 1))
         target = self.target
         mtp_write(target.model, target.tables, target.store, target.store.mtp_view([segment]), streams)
+        row.mtp_len = row.kv_len
 
-    def _write_committed(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
-        """Write keys of all newly committed pairs but those that the whole block is about to write."""
-        segments, token_idx = [], []
-        window = self.target.model.config.sliding_window
-        for item, draft_len in zip(rows, draft_lens, strict=True):
+    def _is_kept(self, item: CaughtUp) -> bool:
+        """Whether a snapshot of the row is about to be taken, which needs its keys."""
+        return self.target.prefix_cache is not None and self.target.prefix_cache.is_due(item.row, item.start)
+
+    def _write_keys(self, rows: Sequence[tuple[CaughtUp, int]], streams: Tensor) -> None:
+        """Write the keys that rows lack of their last window, but for the pair that the whole block will write."""
+        window, kept = self.target.model.config.sliding_window, self.target.store.mtp_streams
+        segments, token_idx, slots, cells = [], [], [], []
+        for item, draft_len in rows:
             row = item.row
-            end = row.kv_len - (1 if draft_len else 0)
-            # The earliest draft comes after the prompt's last token but one, when a chunk ends just before the last:
-            # it is made from the pair at prompt length - 2, and looks back one window from there.
-            start = max(item.start, len(row.request.prompt_token_ids) - 1 - window)
-            if self.target.prefix_cache is not None:
-                # Rows that start from a snapshot in the middle of this prompt may draft there.
-                start = item.start
+            start, end = max(row.mtp_len, item.start - window + 1), row.kv_len - (1 if draft_len else 0)
+            row.mtp_len = row.kv_len
             if start >= end:
                 continue
             segments.append(Segment(row.slot, start, row.tokens(start + 1, end + 1)))
-            token_idx += range(item.token_idx + start - item.start, item.token_idx + end - item.start)
-        if segments:
-            inputs = streams[torch.tensor(token_idx, device=streams.device)]
-            target = self.target
-            mtp_write(target.model, target.tables, target.store, target.store.mtp_view(segments), inputs)
+            earlier = range(start, min(item.start, end))
+            token_idx += range(len(streams) + len(slots), len(streams) + len(slots) + len(earlier))
+            slots += [row.slot] * len(earlier)
+            cells += [position % window for position in earlier]
+            now = max(start, item.start) - item.start
+            token_idx += range(item.token_idx + now, item.token_idx + end - item.start)
+        if not segments:
+            return
+        if slots:
+            place = torch.tensor(slots, device=streams.device), torch.tensor(cells, device=streams.device)
+            streams = torch.cat((streams, kept[place]))
+        inputs, target = streams[torch.tensor(token_idx, device=streams.device)], self.target
+        mtp_write(target.model, target.tables, target.store, target.store.mtp_view(segments), inputs)
+
+    def _keep_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
+        """Keep what later keys are made of: the streams of each row's last window of committed positions."""
+        window = self.target.model.config.sliding_window
+        token_idx, slots, cells = [], [], []
+        for item in rows:
+            positions = range(max(item.start, item.row.kv_len - window), item.row.kv_len)
+            offset = item.token_idx - item.start
+            token_idx += range(positions.start + offset, positions.stop + offset)
+            slots += [item.row.slot] * len(positions)
+            cells += [position % window for position in positions]
+        if slots:
+            place, chosen, ring = torch.tensor([token_idx, slots, cells], device=streams.device)
+            self.target.store.mtp_streams[chosen, ring] = streams[place]
 
     def _extend(
         self, chain: list[tuple[CaughtUp, int]], previous: Tensor, depth: int

@@ -63,6 +63,8 @@ class Row:
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         slot: its seat in the row store, None while it waits.
         kv_len: positions whose state is in the store.
+        mtp_len: positions whose key of the MTP block is in the store, as far as the last window goes; those after it
+            are made when the row drafts.
         drafts: proposed tokens for positions num_tokens, num_tokens + 1, …; verified in the next step.
         output_token_ids: committed output.
         logprobs: one dict per output token, if asked for.
@@ -80,6 +82,7 @@ class Row:
     text: OutputText | None = None
     slot: int | None = None
     kv_len: int = 0
+    mtp_len: int = 0
     drafts: list[int] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)

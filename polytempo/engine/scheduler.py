@@ -112,7 +112,7 @@ class Scheduler:
         place = max(range(len(self.running)), key=lambda place: (self.running[place].request.priority, place))
         row = self.running.pop(place)
         self._free(row)
-        row.kv_len, row.drafts = 0, []
+        row.kv_len, row.mtp_len, row.drafts = 0, 0, []
         row.num_set_back += 1
         bisect.insort_left(self.waiting, row, key=lambda one: one.request.priority)
 

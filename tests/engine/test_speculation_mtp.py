@@ -22,6 +22,7 @@ from speculation_support import (
     prompt_of,
     reference_drafts,
     row_of,
+    write_missing_keys,
 )
 from support import TINY
 
@@ -108,6 +109,7 @@ def test_chunks_change_no_first_draft(max_chunk):
 
 def mtp_keys(llm, slot: int, row) -> torch.Tensor:
     """The block's keys of the last window of committed pairs, oldest first."""
+    write_missing_keys(llm, row)
     window = llm.engine.target.store.mtp[0].window[slot]
     first = max(0, row.kv_len - TINY.sliding_window + 1)
     return torch.stack([window[position % len(window)] for position in range(first, row.kv_len)])

@@ -13,6 +13,7 @@ from speculation_support import (
     of_row,
     oracle,
     prompt_of,
+    write_missing_keys,
 )
 from support import TINY, slot_tensors, visible_cells
 
@@ -54,6 +55,7 @@ def reference_states(dtype, max_chunk: int, longest: int) -> dict[int, list]:
 
     def keep(_: int) -> None:
         if row.slot is not None and row.output_token_ids:
+            write_missing_keys(llm, row)
             states[row.kv_len] = visible(llm, 0, row.kv_len)
 
     drive(llm, after_step=keep)
@@ -96,6 +98,7 @@ def sweep(cases, draft_len: int, options, dtype=torch.float32, after: int = AFTE
             if row.slot is None or row.kv_len != start + accepted + 1 or (start, accepted) in compared:
                 continue
             compared.add((start, accepted))
+            write_missing_keys(llm, row)
             state = visible(llm, row.slot, row.kv_len)
             for found, expected in zip(state, states[row.kv_len], strict=True):
                 assert torch.equal(found, expected), (start, accepted)

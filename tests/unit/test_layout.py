@@ -122,7 +122,8 @@ def test_bytes_per_row_counts_every_tensor():
     ratio_128 = 27 * 16 + 2 * 139 * 16 + 64 * 16
     shape = StateShape.build(MODEL, ENGINE)
     assert [layer.num_elements for layer in shape.layers] == [plain, ratio_4, ratio_128]
-    assert shape.bytes_per_row(2) == 2 * (plain + ratio_4 + ratio_128 + plain)
+    streams = MODEL.sliding_window * MODEL.hc_mult * MODEL.hidden_size
+    assert shape.bytes_per_row(2) == 2 * (plain + ratio_4 + ratio_128 + plain + streams)
 
 
 def test_segment_end():
