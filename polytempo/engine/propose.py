@@ -110,10 +110,7 @@ class MTPProposer:
         """As `Proposer.propose`; the last committed pair of a drafting row goes through the whole block."""
         writing, waiting = [], []
         for item, draft_len in zip(rows, draft_lens, strict=True):
-            row = item.row
-            row.drafts = []
-            # Keys past what was committed are of drafts; the tokens there may be others.
-            row.mtp_len = min(row.mtp_len, item.start)
+            item.row.drafts = []
             (writing if draft_len or self._is_kept(item) else waiting).append((item, draft_len))
         self._write_keys(writing, streams)
         self._keep_streams([item for item, _ in waiting], streams)

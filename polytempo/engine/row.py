@@ -64,7 +64,7 @@ class Row:
         slot: its seat in the row store, None while it waits.
         kv_len: positions whose state is in the store.
         mtp_len: positions whose key of the MTP block is in the store, as far as the last window goes; those after it
-            are made when the row drafts.
+            are made when the row drafts. Keys of drafts are never counted: it ends at kv_len.
         drafts: proposed tokens for positions num_tokens, num_tokens + 1, …; verified in the next step.
         output_token_ids: committed output.
         logprobs: one dict per output token, if asked for.

@@ -107,11 +107,11 @@ def test_chunks_change_no_first_draft(max_chunk):
         assert drafts == reference_drafts(model_of(), prompt, done, GREEDY, 3), (len(prompt), first)
 
 
-def mtp_keys(llm, slot: int, row) -> torch.Tensor:
-    """The block's keys of the last window of committed pairs, oldest first."""
+def mtp_keys(llm, slot: int, row, count: int = TINY.sliding_window - 1) -> torch.Tensor:
+    """The block's keys of the last `count` committed pairs, oldest first: what the next draft reads of them."""
     write_missing_keys(llm, row)
     window = llm.engine.target.store.mtp[0].window[slot]
-    first = max(0, row.kv_len - TINY.sliding_window + 1)
+    first = max(0, row.kv_len - count)
     return torch.stack([window[position % len(window)] for position in range(first, row.kv_len)])
 
 
@@ -129,6 +129,32 @@ def test_pause_leaves_no_trace():
         assert paused.proposed[key][:shorter] == renamed[key[0], key[2]][:shorter]
     assert len(both) >= 5 and assert_reference(paused, again, every=2) > 8
     assert sum(not any(lens) for _, lens in paused.forwards_of_step[:10]) == 6
+
+
+@pytest.mark.parametrize("pause", [range(0), range(1, 2), range(0, 4), range(2, 40)])
+def test_keys_after_a_pause_are_whole(pause):
+    """Whether it paused in the last piece of its prompt, after it, or for longer than a window: the same bits."""
+    keys: list[dict[int, torch.Tensor]] = []
+    for paused in (range(0), pause):
+        llm = make_llm(model_of(), draft_len=3)
+        script = Script()
+        llm.engine.proposer = MTPUnderScript(llm.engine.target, script, lambda number, paused=paused: number in paused)
+        (row,) = llm.rows_of(list(prompt_of(126)), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+        script.add(row, oracle(model_of(), prompt_of(126), GREEDY).output_token_ids, cycle(0))
+        llm.engine.add([row])
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(number: int, llm=llm, row=row, paused=paused, found=found) -> None:
+            # Looking makes the keys that were put off, so nothing is looked at while the row pauses.
+            if row.slot is not None and row.kv_len > 126 and number - 1 not in paused:
+                # The newest pair was drafted from: one key more than the next draft will read.
+                found[row.kv_len] = mtp_keys(llm, row.slot, row, TINY.sliding_window)
+
+        drive(llm, after_step=keep)
+        keys.append(found)
+    never, after = keys
+    assert len(after) >= 15 and after.keys() <= never.keys()
+    assert all(torch.equal(never[length], kept) for length, kept in after.items())
 
 
 def test_no_forward_while_no_row_drafts():
