@@ -44,7 +44,7 @@ def main() -> None:
             value.normal_(std=0.02)
     folder.mkdir(parents=True, exist_ok=True)
     export_model(model, folder / "official", quantise="fp8-fp4")
-    export_model(model, folder / "hf", to="hf")
+    export_model(model, folder / "hf", to="huggingface")
     print(f"wrote {folder / 'official'} and {folder / 'hf'}")
 
 
