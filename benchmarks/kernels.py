@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from polytempo.cache.layout import Segment, StateShape
 from polytempo.cache.store import RowStore
 from polytempo.checkpoint.load import load_model
-from polytempo.config import EngineConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.kernels import ops
 from polytempo.llm import DEMO_MODEL
 from polytempo.model.deepseek_v4 import DeepseekV4

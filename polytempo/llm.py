@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from polytempo.checkpoint.live import share_transformers_model
 from polytempo.checkpoint.load import load_model
-from polytempo.config import EngineConfig
 from polytempo.engine.engine import Engine
 from polytempo.engine.grammar import GrammarCompiler
 from polytempo.engine.noise import resolve_seed
 from polytempo.engine.outputs import request_output
 from polytempo.engine.row import Request, Row
 from polytempo.engine.text import OutputText, bad_word_token_ids
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.tokenizer import Tokenizer

@@ -14,7 +14,8 @@ from torch import Tensor
 from polytempo.cache.layout import Segment, StateShape, check_segments
 from polytempo.cache.store import PooledState, RowStore
 from polytempo.cache.view import BatchView
-from polytempo.config import EngineConfig, ModelConfig, RopeConfig
+from polytempo.config import ModelConfig, RopeConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.forward import mtp_forward, target_forward
 from polytempo.model.rope import RopeTables

@@ -21,7 +21,7 @@ def measure(base: LLM, batch: int, prompt_len: int, max_tokens: int) -> dict:
     """Prefill, then steps in which all rows decode; the median step counts."""
     llm = LLM.from_model(
         base.model, None, max_rows=batch, max_model_len=prompt_len + max_tokens + 1, speculate="none",
-        # All prompts in one step: rows that finish their prompts early would otherwise be done before the last ones start.
+        # All prompts in one step: the first rows would otherwise be done before the last ones start.
         max_step_tokens=max(1024, batch * prompt_len),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(batch)

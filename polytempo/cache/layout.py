@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polytempo.config import EngineConfig, ModelConfig
+from polytempo.config import ModelConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import InvariantError
 
 BLOCK = 64

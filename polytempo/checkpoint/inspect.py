@@ -14,7 +14,8 @@ from polytempo.checkpoint.checks import list_names
 from polytempo.checkpoint.load import DTYPES
 from polytempo.checkpoint.names import expected_weights
 from polytempo.checkpoint.reader import CheckpointReport, survey_checkpoint
-from polytempo.config import LAYER_TYPE_RATIO, EngineConfig, ModelConfig
+from polytempo.config import LAYER_TYPE_RATIO, ModelConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError
 
 _KIND = {ratio: name.replace("_", " ") for name, ratio in LAYER_TYPE_RATIO.items()}

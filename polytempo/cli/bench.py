@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from polytempo.cli.options import DTYPES
-from polytempo.config import KERNELS
+from polytempo.engine_config import KERNELS
 
 if TYPE_CHECKING:
     from polytempo.bench.load import Load

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polytempo.config import KERNELS
+from polytempo.engine_config import KERNELS
 from polytempo.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polytempo.config import AdvanceMode
+from polytempo.engine_config import AdvanceMode
 from polytempo.errors import InvariantError
 
 

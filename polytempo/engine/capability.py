@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from polytempo.config import AdvanceMode
+from polytempo.engine_config import AdvanceMode
 
 
 def first_missing(parts: dict[str, object]) -> str | None:

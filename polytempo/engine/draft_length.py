@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from polytempo.config import EngineConfig
 from polytempo.engine.row import Row
+from polytempo.engine_config import EngineConfig
 
 FORGET = 0.95
 """Weight of the past at each new measurement: about 20 steps are remembered."""
@@ -14,9 +14,9 @@ PRIOR_ACCEPTANCE = 0.5
 PRIOR_WEIGHT = 2.0
 EXPLORED = 3
 """Timed steps of each kind before the cost model is trusted; the first is cold and counts for nothing."""
-RETRY = 60
+RETRY = 200
 """Steps without drafts after which one is made to see what it costs now. A stale or unlucky measurement would otherwise
-be believed for ever; one draft in so many steps costs under 1 %."""
+be believed for ever; one draft in so many steps costs well under 1 %."""
 
 
 def draft_length(row: Row, config: EngineConfig) -> int:

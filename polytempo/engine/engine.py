@@ -7,7 +7,6 @@ import time
 from polytempo.cache.layout import StateShape
 from polytempo.cache.store import RowStore
 from polytempo.cache.view import BatchView
-from polytempo.config import AUTO, EngineConfig
 from polytempo.engine.capability import granted_advance_mode
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.prefix import PrefixCache
@@ -17,6 +16,7 @@ from polytempo.engine.scheduler import Scheduler, refuse_overflow
 from polytempo.engine.stats import DraftStats, StepSeconds
 from polytempo.engine.step import run_step
 from polytempo.engine.target import Target
+from polytempo.engine_config import AUTO, EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.rope import RopeTables

@@ -163,7 +163,12 @@ class MTPProposer:
 
     def _keep_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
         """Keep what later keys are made of: the streams of each row's last window of committed positions."""
-        window = self.target.model.config.sliding_window
+        window, kept = self.target.model.config.sliding_window, self.target.store.mtp_streams
+        if len(rows) == len(streams):
+            # One token each, and nobody else's: the step of a batch that does not speculate must not pay for the rest.
+            places = [item.row.slot for item in rows], [item.start % window for item in rows]
+            kept[tuple(torch.tensor(place, device=kept.device) for place in places)] = streams
+            return
         token_idx, slots, cells = [], [], []
         for item in rows:
             positions = range(max(item.start, item.row.kv_len - window), item.row.kv_len)
@@ -173,7 +178,7 @@ class MTPProposer:
             cells += [position % window for position in positions]
         if slots:
             place, chosen, ring = torch.tensor([token_idx, slots, cells], device=streams.device)
-            self.target.store.mtp_streams[chosen, ring] = streams[place]
+            kept[chosen, ring] = streams[place]
 
     def _extend(
         self, chain: list[tuple[CaughtUp, int]], previous: Tensor, depth: int

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from polytempo.cache.layout import Segment
 from polytempo.cache.pool import EntryPool
-from polytempo.config import EngineConfig
 from polytempo.engine.row import Row
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import CapacityError, InvariantError, RequestError
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from polytempo.cache.layout import check_segments
-from polytempo.config import AdvanceMode
 from polytempo.engine.accept import Verdict, accept, advance
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.draw import logprob_entries, sampling_position
@@ -30,6 +29,7 @@ from polytempo.engine.sampling import sample
 from polytempo.engine.scheduler import PlannedRow
 from polytempo.engine.stats import StepSeconds
 from polytempo.engine.target import Target
+from polytempo.engine_config import AdvanceMode
 from polytempo.model.forward import target_forward
 from polytempo.types import FinishReason, Logprob
 

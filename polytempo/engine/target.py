@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from polytempo.cache.store import RowStore
-from polytempo.config import EngineConfig
 from polytempo.engine.prefix import PrefixCache
+from polytempo.engine_config import EngineConfig
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.rope import RopeTables
 

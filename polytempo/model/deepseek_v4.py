@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polytempo.config import AUTO, ModelConfig
+from polytempo.config import ModelConfig
+from polytempo.engine_config import AUTO
 from polytempo.model.attention import Attention
 from polytempo.model.hyper import HyperConnection, HyperHead, collapse, expand
 from polytempo.model.moe import MoE

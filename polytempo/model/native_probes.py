@@ -11,7 +11,8 @@ from torch import Tensor
 
 from polytempo.cache.layout import Segment, StateShape
 from polytempo.cache.store import RowStore
-from polytempo.config import EngineConfig, ModelConfig
+from polytempo.config import ModelConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.kernels import ops
 from polytempo.kernels.build import load_or_note
 from polytempo.model.deepseek_v4 import DeepseekV4

@@ -12,7 +12,7 @@ from polytempo.cache.layout import StateShape
 from polytempo.cache.store import RowStore
 from polytempo.checkpoint.checks import list_names
 from polytempo.checkpoint.inspect import inspect_checkpoint
-from polytempo.config import EngineConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_model")

@@ -20,8 +20,8 @@ from polytempo.checkpoint import inspect_checkpoint, load_model
 from polytempo.cli import cli
 from polytempo.cli.chat import Conversation
 from polytempo.cli.options import given_sampling
-from polytempo.config import EngineConfig
 from polytempo.demo import demo_prompts, run_demo
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import RequestError
 from polytempo.llm import DEMO_MODEL, LLM
 from polytempo.types import SamplingParams

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.config import AdvanceMode
 from polytempo.engine.accept import Verdict, accept, advance
+from polytempo.engine_config import AdvanceMode
 from polytempo.errors import InvariantError
 
 

@@ -19,10 +19,10 @@ from speculation_support import (
 
 from polytempo.cache.view import BatchView
 from polytempo.cache.window import LeftAlignedLayout, RingLayout
-from polytempo.config import AdvanceMode
 from polytempo.engine.capability import first_missing, granted_advance_mode
 from polytempo.engine.propose import MTPProposer, NoProposer, ScriptedProposer
 from polytempo.engine.target import Target
+from polytempo.engine_config import AdvanceMode
 
 PARTS = {"cache layout": RingLayout(16, 32), "mask builder": BatchView, "step": Target, "draft chain": NoProposer()}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import TINY, random_ids, random_model
 
-from polytempo.config import EngineConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.llm import LLM
 from polytempo.types import FinishReason, SamplingParams

@@ -9,8 +9,8 @@ from support import TINY, random_ids
 
 from polytempo.cache.layout import StateShape, live_bytes
 from polytempo.cache.store import RowStore
-from polytempo.config import EngineConfig
 from polytempo.engine.scheduler import Scheduler
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError
 from polytempo.types import SamplingParams
 

@@ -20,7 +20,7 @@ from speculation_support import (
 from support import TINY, random_ids, slot_tensors, visible_cells
 
 from polytempo.cache.snapshot import SPAN
-from polytempo.config import EngineConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError
 from polytempo.types import SamplingParams
 

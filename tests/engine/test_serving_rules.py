@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from speculation_support import make_llm, model_of, oracle, prompt_of
 
-from polytempo.config import EngineConfig
 from polytempo.engine import step as step_module
 from polytempo.engine.propose import ScriptedProposer
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import CapacityError, ConfigError, RequestError
 from polytempo.types import FinishReason, SamplingParams
 

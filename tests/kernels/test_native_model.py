@@ -15,7 +15,7 @@ from support import ENGINE, Harness, ids_with_clear_choices, random_ids, relativ
 
 from polytempo import LLM, SamplingParams
 from polytempo.cache.layout import Segment
-from polytempo.config import EngineConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError
 from polytempo.model import native
 from polytempo.model.forward import target_forward

@@ -18,7 +18,8 @@ from polytempo.cache.layout import (
     num_window_blocks,
     round_up,
 )
-from polytempo.config import EngineConfig, ModelConfig, RopeConfig
+from polytempo.config import ModelConfig, RopeConfig
+from polytempo.engine_config import EngineConfig
 from polytempo.errors import InvariantError
 
 MODEL = ModelConfig(
