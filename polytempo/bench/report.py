@@ -34,7 +34,7 @@ def summary(measurement: Measurement) -> dict:
         "steps": len(measurement.step_ms),
         "tokens_per_forward": round(measurement.tokens_per_forward, 3),
         "mtp_forwards_per_step": round(measurement.mtp_forwards_per_step, 2),
-        "phase_shares": {name: round(seconds / total, 3) for name, seconds in asdict(phases).items()} if total else {},
+        "phase_shares": {name: round(seconds / (total or 1.0), 3) for name, seconds in asdict(phases).items()},
         "acceptance": [round(share, 3) for share in measurement.acceptance],
     }
 

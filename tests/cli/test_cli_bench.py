@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from polytempo.bench.report import disagreements
+from polytempo.bench.report import disagreements, table
 from polytempo.bench.run import Measurement, Mode
 from polytempo.cli import cli
 
@@ -54,6 +54,12 @@ def test_phases_and_shares(result):
         shares = figures["phase_shares"]
         assert list(shares) == ["plan", "forward", "verify", "propose"] and abs(sum(shares.values()) - 1) < 0.01
         assert shares["forward"] > 0.5 and shares["verify"] > 0 and min(shares.values()) >= 0
+
+
+def test_a_run_without_a_timed_step_is_still_a_line():
+    """Rows that end before the last prompt is read leave no step in which all decode."""
+    lines = table([Measurement(Mode(0), "float32", 1, 2, outputs=[(1,), (2,)])]).splitlines()
+    assert len(lines) == 2 and lines[1].split()[:5] == ["none", "float32", "1", "2", "0.0"]
 
 
 def test_lists_are_crossed_and_auto_runs():
