@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long exactness mutants invariance soak lint train-demo clean
+.PHONY: help demo test test-long exactness mutants invariance soak bench lint train-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ invariance: $(READY)  ## probe whether rows depend on their neighbours, on this 
 SECONDS ?= 600
 soak: $(READY)  ## ten minutes of clients that come, vanish and send nonsense; SECONDS=60 is shorter
 	SECONDS_TO_RUN=$(SECONDS) $(BIN)/python tests/server/soak.py $(ARGS)
+
+bench: $(READY)  ## engine steps in C++ against torch, as ratios, beside the last committed ones
+	$(BIN)/python benchmarks/regression.py $(ARGS)
 
 lint: $(READY)  ## style checks
 	$(BIN)/ruff check .

@@ -61,13 +61,23 @@ class RatioPool:
 class EntryPool:
     """Blocks of all ratios under one budget.
 
+    Args:
+        shape: of the state.
+        num_slots: seats.
+        bytes_per_element: of the state's dtype.
+        memory: bytes that the rings of all slots and all blocks may take together, None for no bound.
+
     Attributes:
         ratios: pools by ratio.
         budget: bytes that all blocks may take, None for no bound but max_model_len.
+
+    Raises:
+        ConfigError: so little memory does not hold one row of max_model_len.
     """
 
-    def __init__(self, shape: StateShape, num_slots: int, bytes_per_element: int, budget: int | None = None) -> None:
-        self.budget = budget
+    def __init__(self, shape: StateShape, num_slots: int, bytes_per_element: int, memory: int | None = None) -> None:
+        rings = num_slots * shape.slot_bytes(bytes_per_element)
+        self.budget = None if memory is None else memory - rings
         self.ratios: dict[int, RatioPool] = {}
         for ratio in sorted({layer.ratio for layer in shape.layers if layer.ratio}):
             layers = [layer for layer in shape.layers if layer.ratio == ratio]
@@ -75,10 +85,11 @@ class EntryPool:
             table = np.full((num_slots, layers[0].max_entries // BLOCK), NULL_BLOCK, dtype=np.int64)
             self.ratios[ratio] = RatioPool(ratio, BLOCK * width * bytes_per_element, table, [0] * num_slots)
         needed = sum(pool.block_bytes * (1 + pool.table.shape[1]) for pool in self.ratios.values())
-        if budget is not None and needed > budget:
+        if memory is not None and rings + needed > memory:
             raise ConfigError(
-                f"engine option 'memory' leaves {budget} bytes for entries; one row of max_model_len needs {needed}. "
-                "Raise memory, or lower max_model_len or max_rows"
+                f"engine option 'memory' is {memory} bytes; the rings of {num_slots} rows take {rings} and the entries of "
+                f"one row of max_model_len {needed}, so it must be at least {rings + needed}; or lower max_rows or "
+                "max_model_len"
             )
 
     @property

@@ -131,8 +131,7 @@ class RowStore:
             ConfigError: so little memory does not hold one row of max_model_len.
         """
         like = torch.empty(0, dtype=dtype, device=device)
-        budget = None if memory is None else memory - num_slots * shape.slot_bytes(dtype.itemsize)
-        pool = EntryPool(shape, num_slots, dtype.itemsize, budget)
+        pool = EntryPool(shape, num_slots, dtype.itemsize, memory)
         return cls(
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.layers),
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.mtp),

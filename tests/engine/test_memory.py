@@ -109,7 +109,7 @@ def test_the_least_urgent_and_youngest_row_goes_first():
 
 
 def test_memory_that_holds_no_row_is_refused():
-    with pytest.raises(ConfigError, match="'memory' leaves .* bytes for entries; one row of max_model_len needs"):
+    with pytest.raises(ConfigError, match="'memory' is .* bytes; the rings of 8 rows take .* one row of max_model_len"):
         make_llm(model_of(), memory=memory_for(0.4, 8))
     with pytest.raises(ConfigError, match="'memory' is 0"):
         make_llm(model_of(), memory=0)

@@ -15,7 +15,8 @@ LIMIT = ENGINE.max_model_len
 
 
 def make_pool(num_slots: int = 4, budget: int | None = None) -> EntryPool:
-    return EntryPool(SHAPE, num_slots, 2, budget)
+    memory = None if budget is None else budget + num_slots * SHAPE.slot_bytes(2)
+    return EntryPool(SHAPE, num_slots, 2, memory)
 
 
 def one_row() -> int:
@@ -69,7 +70,8 @@ def test_shrinking_waits_for_the_last_row():
 
 def test_a_budget_below_one_row_is_refused():
     make_pool(budget=one_row())
-    with pytest.raises(ConfigError, match=f"'memory' leaves {one_row() - 1} bytes .* needs {one_row()}"):
+    needed = one_row() + 4 * SHAPE.slot_bytes(2)
+    with pytest.raises(ConfigError, match=f"'memory' is {needed - 1} bytes; .* at least {needed}; or lower max_rows"):
         make_pool(budget=one_row() - 1)
 
 
