@@ -87,7 +87,7 @@ class EntryPool:
         needed = sum(pool.block_bytes * (1 + pool.table.shape[1]) for pool in self.ratios.values())
         if memory is not None and rings + needed > memory:
             raise ConfigError(
-                f"engine option 'memory' is {memory} bytes; the rings of {num_slots} rows take {rings} and the entries of "
+                f"engine option 'memory' is {memory} bytes; the rings of {num_slots} rows take {rings} and entries of "
                 f"one row of max_model_len {needed}, so it must be at least {rings + needed}; or lower max_rows or "
                 "max_model_len"
             )
