@@ -134,6 +134,25 @@ def test_equal_spans_after_other_tokens_are_other_prefixes():
         assert row.num_cached == num_cached and answer(row) == answer(oracle(model, prompt, PARAMS))
 
 
+def test_cold_rows_that_leave_snapshots_draft_as_ever():
+    """At a boundary keys are made early, in the middle of a prompt that does not draft yet: all of them."""
+    model, prompt = model_of(), tuple(random_ids(300, seed=1))
+    llm = make_llm(model, draft_len=3, prefix_cache=ROOM)
+    llm.engine.proposer = spy = MTPUnderScript(llm.engine.target, None)
+    run(llm, prompt, replace(PARAMS, max_tokens=8))
+    # Chunks of 96: the one from 192 to 288 crosses a boundary, and the first draft looks back to 284.
+    assert 300 - TINY.sliding_window < 288 < 300
+    output = oracle(model, prompt, PARAMS).output_token_ids
+    checked = 0
+    for (_, _, num_tokens), drafts in spy.proposed.items():
+        if drafts:
+            assert drafts == reference_drafts(model, prompt, output[: num_tokens - 300], PARAMS, len(drafts))
+            checked += 1
+    assert checked >= 2
+    window = llm.engine.target.store.mtp[0].window[0]
+    assert window[287 % len(window)].abs().max() > 0.1, "the last key before the boundary's chunk ended is missing"
+
+
 def test_output_tokens_are_reused_by_the_next_turn():
     """A conversation's next prompt holds the last answer."""
     model, prompt = model_of(), tuple(random_ids(100, seed=4))

@@ -205,11 +205,17 @@ def with_nan_embedding(token_id: int):
     return model
 
 
-def neighbours_of(llm, script, bad_id: int):
+@functools.cache
+def healthy(kernels: str):
+    """The model on one path of kernels."""
+    return model_of().with_kernels(kernels)
+
+
+def neighbours_of(llm, script, bad_id: int, kernels: str = "auto"):
     """Three rows that never meet the bad token, with scripts; and what each is alone on the healthy model."""
     pairs, params = [], replace(GREEDY, max_tokens=24)
     for length in range(20, 60, 3):
-        alone = oracle(model_of(), prompt_of(length), params)
+        alone = oracle(healthy(kernels), prompt_of(length), params)
         # Nor may a wrong draft of theirs be the bad token.
         near = {(token + distance) % 97 for token in alone.output_token_ids for distance in range(6)}
         if bad_id not in {*prompt_of(length), *near}:
@@ -247,10 +253,14 @@ def test_non_finite_logits_inside_a_run(before):
         assert row.output_token_ids == alone.output_token_ids and row.logprobs == alone.logprobs
 
 
-def test_rejected_draft_that_breaks_the_forward():
-    """A wrong draft whose own state is NaN must not end a healthy row: the target never emits that token."""
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_rejected_draft_that_breaks_the_forward(kernels):
+    """A wrong draft whose own state is NaN must not end a healthy row: the target never emits that token.
+
+    In torch masked keys of its block are spoiled (0 · NaN) and the row starts over; the kernels never read them.
+    """
     bad_id = next(i for i in range(96, 1, -1) if i not in (*PROMPT, *free_tokens(30)))
-    model = with_nan_embedding(bad_id)
+    model = with_nan_embedding(bad_id).with_kernels(kernels)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     expected = oracle(model, PROMPT, params)
     assert expected.finish_reason is FinishReason.LENGTH
@@ -286,15 +296,16 @@ def test_cohort_goes_on_when_a_row_fails(speculate):
         assert row.output_token_ids == alone.output_token_ids
 
 
-def test_seat_of_a_failed_row_is_clean():
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_seat_of_a_failed_row_is_clean(kernels):
     """Whatever a failed row left in its seat, the next owner's output is as on a new engine."""
     place = first_seen_from(7)
-    llm = make_llm(with_nan_embedding(free_tokens()[place]), draft_len=3, max_rows=1)
+    llm = make_llm(with_nan_embedding(free_tokens()[place]).with_kernels(kernels), draft_len=3, max_rows=1)
     script = Script().install(llm)
     bad = row_of(llm, PROMPT, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
     script.add(bad, [*free_tokens(place + 1), *[7] * 20], cycle(3))
     llm.engine.add([bad])
-    pairs = neighbours_of(llm, script, free_tokens()[place])
+    pairs = neighbours_of(llm, script, free_tokens()[place], kernels)
     for row, _ in pairs:
         llm.engine.add([row])
     drive(llm)
