@@ -12,6 +12,8 @@ import pytest
 from server_support import PATIENCE, wait_until
 
 LAUNCH = [sys.executable, "-c", "from polytempo.cli import main; main()", "serve"]
+# Slow on purpose: in C++ the demo model is done before a signal arrives.
+SLOW = ("--kernels", "torch")
 STREAM = {"prompt": "import os\n", "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -60,7 +62,7 @@ def launched(tmp_path):
 
 def test_first_signal_drains(launched):
     """Field case 49: two streams finish with DONE, nothing new is taken, exit code 0."""
-    server = launched("--model-name", "mine", "--drain-timeout", "100")
+    server = launched("--model-name", "mine", "--drain-timeout", "100", *SLOW)
     printed = server.log.read_text()
     assert re.search(r"model +mine: 5 layers, bfloat16 on cpu, \d+ MiB", printed)
     assert re.search(r"rows +2 of 512 tokens, \d+ MiB of state, at most \d+; 256 more may wait", printed)
@@ -85,7 +87,7 @@ def test_first_signal_drains(launched):
 
 
 def test_second_signal_ends_at_once(launched):
-    server = launched("--drain-timeout", "600", "--speculate", "none")
+    server = launched("--drain-timeout", "600", "--speculate", "none", *SLOW)
     client = server.open(STREAM | {"max_tokens": 500})
     client.recv(1)
     server.process.send_signal(signal.SIGTERM)
