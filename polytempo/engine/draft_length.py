@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from polytempo.engine.row import Row
 from polytempo.engine_config import EngineConfig
 
-FORGET = 0.95
-"""Weight of the past at each new measurement: about 20 steps are remembered."""
+FORGET = 0.99
+"""Weight of a size that was not seen again, per measurement since."""
+MEAN_OVER = 10
+"""Measurements that a size's mean goes over."""
+MOST_SIZES = 32
+"""Sizes that are remembered."""
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_WEIGHT = 2.0
 EXPLORED = 3
@@ -44,32 +48,44 @@ def draft_length(row: Row, config: EngineConfig) -> int:
 
 @dataclass
 class LinearCost:
-    """Seconds as base + slope · size, fitted to recent measurements by weighted least squares."""
+    """Seconds as base + slope · size, by weighted least squares through the recent mean of every size that was seen.
+
+    A mean per size, not a sum over steps: a batch that settles on one size for long would else forget the others, and
+    with them what a token costs.
+
+    Attributes:
+        count: measurements so far.
+        means: size -> (recent mean seconds, measurements, number of the last one).
+    """
 
     count: int = 0
-    weight: float = 0.0
-    size: float = 0.0
-    seconds: float = 0.0
-    size_size: float = 0.0
-    size_seconds: float = 0.0
+    means: dict[int, tuple[float, int, int]] = field(default_factory=dict)
 
     def record(self, size: int, seconds: float) -> None:
         """Add one measurement; older ones fade, and the first, of cold caches, is not kept."""
         self.count += 1
         if self.count == 1:
             return
-        for name, value in (("weight", 1.0), ("size", size), ("seconds", seconds), ("size_size", size * size),
-                            ("size_seconds", size * seconds)):  # fmt: skip
-            setattr(self, name, FORGET * getattr(self, name) + value)
+        mean, seen, _ = self.means.get(size, (0.0, 0, 0))
+        seen += 1
+        self.means[size] = (mean + (seconds - mean) / min(seen, MEAN_OVER), seen, self.count)
+        if len(self.means) > MOST_SIZES:
+            del self.means[min(self.means, key=lambda size: self.means[size][2])]
 
     def fit(self) -> tuple[float, float]:
         """Base and slope, neither negative. Sizes that never vary tell no slope: all of it is then base."""
-        if not self.weight:
+        if not self.means:
             return 0.0, 0.0
-        mean_size, mean_seconds = self.size / self.weight, self.seconds / self.weight
-        variance = self.size_size / self.weight - mean_size**2
-        covariance = self.size_seconds / self.weight - mean_size * mean_seconds
-        slope = max(0.0, covariance / variance) if variance > 1e-9 * max(1.0, mean_size**2) else 0.0
+        points = [
+            (size, mean, min(seen, MEAN_OVER) * max(FORGET ** (self.count - last), 1e-6))
+            for size, (mean, seen, last) in self.means.items()
+        ]
+        weight = sum(w for _, _, w in points)
+        mean_size = sum(w * size for size, _, w in points) / weight
+        mean_seconds = sum(w * seconds for _, seconds, w in points) / weight
+        variance = sum(w * (size - mean_size) ** 2 for size, _, w in points)
+        covariance = sum(w * (size - mean_size) * (seconds - mean_seconds) for size, seconds, w in points)
+        slope = max(0.0, covariance / variance) if variance else 0.0
         slope = min(slope, mean_seconds / mean_size if mean_size else 0.0)
         return mean_seconds - slope * mean_size, slope
 
