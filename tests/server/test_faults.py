@@ -113,6 +113,12 @@ def test_priority_goes_first(held):
         wait_until(lambda place=place: sum(rows(held)) == place + 1, "it is queued")
         if not place:
             held.gate.let(1)  # the first is seated already
+    # Step by step, each answer awaited before the next step: otherwise the clients' threads race one another.
+    while len(order) < 4:
+        before = held.metrics()["polytempo_steps_total"]
+        held.gate.let(1)
+        wait_until(lambda before=before: held.metrics()["polytempo_steps_total"] > before, "a step")
+        wait_until(lambda: sum(rows(held)) + len(order) == 4, "answers arrive")
     held.gate.open()
     for thread in threads:
         thread.join()
