@@ -6,7 +6,7 @@
 
 namespace pt {
 
-constexpr long HEADS_PER_PASS = 4;
+constexpr long HEADS_PER_PASS = 8;
 
 template <class T>
 struct AttentionBuffers {
@@ -22,6 +22,7 @@ inline T* window_row(const PtLayer& layer, const PtState& state, int64_t slot, i
 template <class T>
 inline void project_inputs(const PtLayer& layer, const PtState& state, const PtTokens& tokens, const T* x,
                            bool only_kv, AttentionBuffers<T>& to) {
+    Timed timed(INPUTS);
     const long count = tokens.count, hidden = layer.hidden;
     const long input_width = layer.head_dim * (layer.ratio == OVERLAP_RATIO ? 2 : 1);
     T** x_rows = row_pointers(PT_SCRATCH(T*, count), (T*)x, count, hidden);
@@ -60,6 +61,7 @@ inline void project_inputs(const PtLayer& layer, const PtState& state, const PtT
 template <class T>
 inline void finish_inputs(const PtLayer& layer, const PtState& state, const PtTokens& tokens, bool only_kv,
                           AttentionBuffers<T>& to) {
+    Timed timed(INPUTS);
     const long group = 8;
     share((tokens.count + group - 1) / group, tokens.threads, [&](long task) {
         for (long t = task * group; t < std::min(tokens.count, task * group + group); t++) {
@@ -77,6 +79,7 @@ inline void finish_inputs(const PtLayer& layer, const PtState& state, const PtTo
 // Queries of all heads, and of the indexer, from the low-rank ones.
 template <class T>
 inline void project_queries(const PtLayer& layer, const PtTokens& tokens, AttentionBuffers<T>& to) {
+    Timed timed(QUERIES);
     const long count = tokens.count, width = layer.heads * layer.head_dim;
     const long index_width = layer.index_heads * layer.index_dim;
     T** x_rows = row_pointers(PT_SCRATCH(T*, count), to.q_residual, count, layer.q_rank);
@@ -116,16 +119,24 @@ inline long list_keys(const PtLayer& layer, const PtState& state, int64_t slot, 
     return count;
 }
 
-// Unnormalised weights of R heads over keys [first, last): scores[r][j] = q[r] . key[j] * scale.
-template <class T, int R>
-inline void score_keys(const T* const* q, const T* const* keys, long first, long last, long dim, float scale,
+// scores[h][j] = q[h] . key[j] * scale, for every head and key: a key is read once for all heads.
+template <class T>
+inline void score_keys(const T* const* q, long heads, const T* const* keys, long count, long dim, float scale,
                        float* const* scores) {
-    long j = first;
-    for (; j + 4 <= last; j += 4) {
-        for (long next = j + 8; next < std::min(j + 12, last); next++) prefetch(keys[next], dim * sizeof(T));
-        store_rows<R, 4>(scores, j, dots<T, R, 4>(q, keys + j, dim) * scale);
+    auto score = [&](auto columns, long j) {
+        constexpr int C = decltype(columns)::value;
+        long head = 0;
+        for (; head + 4 <= heads; head += 4)
+            store_rows<4, C>(scores + head, j, dots<T, 4, C>(q + head, keys + j, dim) * scale);
+        for (; head < heads; head++)
+            store_rows<1, C>(scores + head, j, dots<T, 1, C>(q + head, keys + j, dim) * scale);
+    };
+    long j = 0;
+    for (; j + 4 <= count; j += 4) {
+        for (long next = j + 8; next < std::min(j + 12, count); next++) prefetch(keys[next], dim * sizeof(T));
+        score(std::integral_constant<int, 4>(), j);
     }
-    for (; j < last; j++) store_rows<R, 1>(scores, j, dots<T, R, 1>(q, keys + j, dim) * scale);
+    for (; j < count; j++) score(std::integral_constant<int, 1>(), j);
 }
 
 // Scores to weights, in place; the denominator starts from the sink. Returns it.
@@ -147,88 +158,122 @@ inline float softmax_sink(float* scores, long count, float sink) {
     return exp16(splat(sink - highest))[0] + sum_lanes(sum);
 }
 
-// out[r][c] = sum over keys, ascending, of weights[r][j] * key[j][c], over totals[r]. V vectors of channels at once.
-template <int R, int V>
-inline void add_channels(const float* const* weights, const float* const* keys, long count, long c, long channels,
-                         const float* totals, float* const* out) {
-    v16 sums[R][V] = {};
-    for (long j = 0; j < count; j++) {
-        v16 values[V];
-        for (int i = 0; i < V; i++) values[i] = load(keys[j] + c + i * LANES, channels - i * LANES);
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < V; i++) sums[r][i] = fma16(splat(weights[r][j]), values[i], sums[r][i]);
-    }
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < V; i++) store(out[r] + c + i * LANES, sums[r][i] / totals[r], channels - i * LANES);
-}
+// Thirty-two channels of a head's sum over keys.
+struct ChannelSums {
+    v16 low = {}, high = {};
+};
 
-template <int R>
-inline void add_values(const float* const* weights, const float* const* keys, long count, long dim,
-                       const float* totals, float* const* out) {
-    long c = 0;
-    for (; c + 4 * LANES <= dim; c += 4 * LANES)
-        add_channels<R, 4>(weights, keys, count, c, 4 * LANES, totals, out);
-    for (; c < dim; c += LANES) add_channels<R, 1>(weights, keys, count, c, std::min(LANES, dim - c), totals, out);
-}
+// The same channels of as many keys as one product adds, and those keys' weights of one head.
+struct FloatKeys {
+    static constexpr long COUNT = 1;
+    typedef float Weight;
+    v16 low, high;
+    FloatKeys(const float* const* keys, long j, long, long c, long channels) {
+        low = load(keys[j] + c, channels);
+        high = channels > LANES ? load(keys[j] + c + LANES, channels - LANES) : v16{};
+    }
+    void add(ChannelSums& sums, float weight) const {
+        sums.low = fma16(splat(weight), low, sums.low);
+        sums.high = fma16(splat(weight), high, sums.high);
+    }
+    static void finish(ChannelSums&) {}
+};
 
 // In bfloat16 two keys are added at once: weights are rounded as the keys are, and packed in pairs of keys.
-template <int R, int V>
-inline void add_channels(const uint32_t* const* pairs, const bf16* const* keys, long count, long c, long channels,
-                         const float* totals, bf16* const* out) {
-    v16 even[R][V] = {}, odd[R][V] = {};  // channels 8 g … 8 g + 3 and 8 g + 4 … 8 g + 7 of a chunk of 32
-    for (long j = 0; j < count; j += 2) {
-        for (int i = 0; i < V; i++) {
-            const long left = channels - i * 32;
-            Chunk<bf16> a = left >= 32 ? Chunk<bf16>::read(keys[j] + c + i * 32) : read_tail(keys[j] + c + i * 32, left);
-            Chunk<bf16> b = {};
-            if (j + 1 < count)
-                b = left >= 32 ? Chunk<bf16>::read(keys[j + 1] + c + i * 32) : read_tail(keys[j + 1] + c + i * 32, left);
-            Chunk<bf16> low, high;
-            interleave(a, b, low, high);
-            for (int r = 0; r < R; r++) {
-                Chunk<bf16> weight = {u16x{} + pairs[r][j / 2]};
-                even[r][i] = Chunk<bf16>::dot(even[r][i], low, weight);
-                odd[r][i] = Chunk<bf16>::dot(odd[r][i], high, weight);
-            }
+struct BfloatKeys {
+    static constexpr long COUNT = 2;
+    typedef uint32_t Weight;
+    Chunk<bf16> low, high;  // channels 8 g … 8 g + 3 and 8 g + 4 … 8 g + 7
+    BfloatKeys(const bf16* const* keys, long j, long count, long c, long channels) {
+        auto read = [&](const bf16* key) {
+            return channels >= 32 ? Chunk<bf16>::read(key + c) : read_tail(key + c, channels);
+        };
+        interleave(read(keys[j]), j + 1 < count ? read(keys[j + 1]) : Chunk<bf16>{}, low, high);
+    }
+    void add(ChannelSums& sums, uint32_t weight) const {
+        const Chunk<bf16> both = {u16x{} + weight};
+        sums.low = Chunk<bf16>::dot(sums.low, low, both);
+        sums.high = Chunk<bf16>::dot(sums.high, high, both);
+    }
+    static void finish(ChannelSums& sums) { join_quads(sums.low, sums.high, sums.low, sums.high); }
+};
+
+// out[r][c …] = sum over keys, ascending, of weights[r][j] * key[j][c …], over totals[r], of up to 32 channels.
+// Never inlined, and sums by name: otherwise gcc keeps them in memory.
+template <class Keys, class T, int R>
+__attribute__((noinline)) void add_channels(const typename Keys::Weight* const* weights, const T* const* keys,
+                                            long count, long c, long channels, const float* totals, T* const* out) {
+    static_assert(R == 1 || R == 4 || R == 8, "sums are named");
+    ChannelSums first, second, third, fourth, fifth, sixth, seventh, eighth;
+    for (long j = 0; j < count; j += Keys::COUNT) {
+        const Keys values(keys, j, count, c, channels);
+        const long at = j / Keys::COUNT;
+        values.add(first, weights[0][at]);
+        if (R >= 4) {
+            values.add(second, weights[1][at]), values.add(third, weights[2][at]);
+            values.add(fourth, weights[3][at]);
+        }
+        if (R >= 8) {
+            values.add(fifth, weights[4][at]), values.add(sixth, weights[5][at]);
+            values.add(seventh, weights[6][at]), values.add(eighth, weights[7][at]);
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < V; i++) {
-            v16 first, second;
-            join_quads(even[r][i] / totals[r], odd[r][i] / totals[r], first, second);
-            store(out[r] + c + i * 32, first, std::min(LANES, channels - i * 32));
-            if (channels - i * 32 > LANES) store(out[r] + c + i * 32 + LANES, second, channels - i * 32 - LANES);
-        }
+    auto write = [&](ChannelSums& sums, int r) {
+        sums.low /= totals[r], sums.high /= totals[r];
+        Keys::finish(sums);
+        store(out[r] + c, sums.low, channels);
+        if (channels > LANES) store(out[r] + c + LANES, sums.high, channels - LANES);
+    };
+    write(first, 0);
+    if (R >= 4) write(second, 1), write(third, 2), write(fourth, 3);
+    if (R >= 8) write(fifth, 4), write(sixth, 5), write(seventh, 6), write(eighth, 7);
 }
 
-template <int R>
-inline void add_values(const float* const* weights, const bf16* const* keys, long count, long dim,
+template <class Keys, class T>
+inline void add_all_channels(const typename Keys::Weight* const* weights, long heads, const T* const* keys, long count,
+                             long dim, const float* totals, T* const* out) {
+    for (long c = 0; c < dim; c += 32) {
+        const long channels = std::min(32L, dim - c);
+        long r = 0;
+        for (; r + 8 <= heads; r += 8)
+            add_channels<Keys, T, 8>(weights + r, keys, count, c, channels, totals + r, out + r);
+        for (; r + 4 <= heads; r += 4)
+            add_channels<Keys, T, 4>(weights + r, keys, count, c, channels, totals + r, out + r);
+        for (; r < heads; r++)
+            add_channels<Keys, T, 1>(weights + r, keys, count, c, channels, totals + r, out + r);
+    }
+}
+
+inline void add_values(const float* const* weights, long heads, const float* const* keys, long count, long dim,
+                       const float* totals, float* const* out) {
+    add_all_channels<FloatKeys>(weights, heads, keys, count, dim, totals, out);
+}
+
+inline void add_values(const float* const* weights, long heads, const bf16* const* keys, long count, long dim,
                        const float* totals, bf16* const* out) {
-    const long num_pairs = (count + 1) / 2, stride = num_pairs + LANES;
-    uint32_t* packed = PT_SCRATCH(uint32_t, R * stride);
-    const uint32_t* pairs[R];
-    for (int r = 0; r < R; r++) {
+    const long stride = (count + 1) / 2 + LANES;
+    uint32_t* packed = PT_SCRATCH(uint32_t, heads * stride);
+    const uint32_t* pairs[HEADS_PER_PASS];
+    for (long r = 0; r < heads; r++) {
         bf16* own = (bf16*)(packed + r * stride);
         for (long j = 0; j < count; j += LANES) store(own + j, load(weights[r] + j, count - j));
         if (count % 2) own[count] = bf16{0};
         pairs[r] = packed + r * stride;
     }
-    long c = 0;
-    for (; c + 64 <= dim; c += 64) add_channels<R, 2>(pairs, keys, count, c, 64, totals, out);
-    for (; c < dim; c += 32) add_channels<R, 1>(pairs, keys, count, c, std::min(32L, dim - c), totals, out);
+    add_all_channels<BfloatKeys>(pairs, heads, keys, count, dim, totals, out);
 }
 
-// R heads of one query; the result replaces the query.
-template <class T, int R>
-inline void attend_heads(const PtLayer& layer, T* q, const float* sink, const T* const* keys, long count,
+// Some heads of one query; the result replaces the query.
+template <class T>
+inline void attend_heads(const PtLayer& layer, T* q, long heads, const float* sink, const T* const* keys, long count,
                          float* scores) {
     const long dim = layer.head_dim, stride = (count + LANES - 1) / LANES * LANES;
-    T* rows[R];
-    float *score_rows[R], totals[R];
-    for (int r = 0; r < R; r++) rows[r] = q + r * dim, score_rows[r] = scores + r * stride;
-    score_keys<T, R>(rows, keys, 0, count, dim, layer.attn_scale, score_rows);
-    for (int r = 0; r < R; r++) totals[r] = softmax_sink(score_rows[r], count, sink[r]);
-    add_values<R>(score_rows, keys, count, dim, totals, rows);
+    T* rows[HEADS_PER_PASS];
+    float *score_rows[HEADS_PER_PASS], totals[HEADS_PER_PASS];
+    for (long r = 0; r < heads; r++) rows[r] = q + r * dim, score_rows[r] = scores + r * stride;
+    score_keys<T>(rows, heads, keys, count, dim, layer.attn_scale, score_rows);
+    for (long r = 0; r < heads; r++) totals[r] = softmax_sink(score_rows[r], count, sink[r]);
+    add_values(score_rows, heads, keys, count, dim, totals, rows);
 }
 
 // One query: choose entries, attend with every head in place of its query, undo the values' rotation.
@@ -257,19 +302,22 @@ inline void attend_token(const PtLayer& layer, const PtState& state, const PtTok
     for (long head = 0; head < layer.heads; head += HEADS_PER_PASS) {
         T* q = work.q + (token * layer.heads + head) * dim;
         const long heads = std::min(HEADS_PER_PASS, layer.heads - head);
-        const float* sink = layer.sink + head;
-        if (heads == 4) attend_heads<T, 4>(layer, q, sink, keys, count, scores);
-        if (heads == 3) attend_heads<T, 3>(layer, q, sink, keys, count, scores);
-        if (heads == 2) attend_heads<T, 2>(layer, q, sink, keys, count, scores);
-        if (heads == 1) attend_heads<T, 1>(layer, q, sink, keys, count, scores);
+        attend_heads<T>(layer, q, heads, layer.sink + head, keys, count, scores);
         for (long i = 0; i < heads; i++)
             rotate(q + i * dim, dim, tokens.cos + angle, tokens.sin + angle, layer.rope_pairs, -1.0f);
     }
 }
 
+template <class T>
+inline void attend(const PtLayer& layer, const PtState& state, const PtTokens& tokens, AttentionBuffers<T>& work) {
+    Timed timed(ATTENTION);
+    share(tokens.count, tokens.threads, [&](long token) { attend_token(layer, state, tokens, token, work); });
+}
+
 // Grouped low-rank output projection: heads [T, H * dim] to y [T, D].
 template <class T>
 inline void project_output(const PtLayer& layer, const PtTokens& tokens, AttentionBuffers<T>& work, T* y) {
+    Timed timed(OUTPUT);
     const long count = tokens.count, groups = layer.groups, rank = layer.o_rank;
     const long all = layer.heads * layer.head_dim, K = all / groups;
     Product<T>* products = PT_SCRATCH(Product<T>, groups);
@@ -306,7 +354,7 @@ inline void attention(const PtLayer& layer, const PtState& state, const PtTokens
     if (layer.ratio) pool_entries<T>(layer, layer.compressor, state.pool, tokens, layer.head_dim);
     if (layer.index_heads)
         pool_entries<T>(layer, layer.index_compressor, state.index_pool, tokens, layer.index_dim);
-    share(count, tokens.threads, [&](long token) { attend_token(layer, state, tokens, token, work); });
+    attend(layer, state, tokens, work);
     project_output(layer, tokens, work, y);
 }
 

@@ -64,6 +64,7 @@ inline void pool_entry(const PtLayer& layer, const PtCompressor& compressor, con
 template <class T>
 inline void pool_entries(const PtLayer& layer, const PtCompressor& compressor, const PtPool& pool,
                          const PtTokens& tokens, long dim) {
+    Timed timed(ENTRIES);
     long* ending = PT_SCRATCH(long, tokens.count);
     long count = 0;
     for (long token = 0; token < tokens.count; token++)

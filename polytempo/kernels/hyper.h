@@ -98,6 +98,7 @@ inline long site_group(long tokens, int64_t threads) { return tokens >= LANES * 
 template <class T>
 inline void read_site(const PtLayer& layer, const PtSite& site, const PtTokens& tokens, const T* streams, T* x,
                       float* post, float* comb) {
+    Timed timed(MHC);
     const long group = site_group(tokens.count, tokens.threads), hc = layer.hc, hidden = layer.hidden;
     share((tokens.count + group - 1) / group, tokens.threads, [&](long task) {
         long first = task * group, count = std::min(group, tokens.count - first);
@@ -110,6 +111,7 @@ inline void read_site(const PtLayer& layer, const PtSite& site, const PtTokens& 
 template <class T>
 inline void expand(const PtLayer& layer, const PtTokens& tokens, const T* streams, const T* output, const float* post,
                    const float* comb, T* to) {
+    Timed timed(MHC);
     const long hc = layer.hc, hidden = layer.hidden, group = 8;
     share((tokens.count + group - 1) / group, tokens.threads, [&](long task) {
         for (long token = task * group; token < std::min(tokens.count, task * group + group); token++) {
@@ -132,6 +134,7 @@ inline void expand(const PtLayer& layer, const PtTokens& tokens, const T* stream
 // The head's site: sigma(.) + eps without the factor 2, collapse, then the final norm.
 template <class T>
 inline void read_head(const PtLayer& layer, const PtSite& site, const PtTokens& tokens, const T* streams, T* x) {
+    Timed timed(HEAD);
     const long group = site_group(tokens.count, tokens.threads), hc = layer.hc, hidden = layer.hidden;
     share((tokens.count + group - 1) / group, tokens.threads, [&](long task) {
         long first = task * group, count = std::min(group, tokens.count - first);

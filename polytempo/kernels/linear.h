@@ -5,13 +5,28 @@
 
 #include "args.h"
 #include "parallel.h"
+#include "profile.h"
 #include "vector.h"
 
 namespace pt {
 
 constexpr long ROWS_PER_TASK = 64;
-constexpr long AHEAD_BYTES = 4096;  // of weights to ask memory for before they are needed
-constexpr long PANEL_BYTES = 16384;  // of weights that stay in the first-level cache while rows pass by
+constexpr long AHEAD_BYTES = 4096;  // of weights to ask memory for before they are needed, if rows pass by once
+constexpr long PANEL_BYTES = 8192;  // of weights that stay in the first-level cache while rows pass by
+
+// Asks memory for what comes next, evenly while `steps` other things are done: asked for at once, it would stall them.
+class Ahead {
+public:
+    Ahead(const void* from, long bytes, long steps) : next((const char*)from), stride(bytes / steps + 63 & ~63L) {}
+    void step() {
+        prefetch(next, stride);
+        next += stride;
+    }
+
+private:
+    const char* next;
+    long stride;
+};
 
 // y[r][0..N) = x[r][0..K) . w[0..N)[0..K); rows are given by pointer, so that they may lie in a ring or a gather.
 template <class T, class O = T>
@@ -25,11 +40,11 @@ struct Product {
     long row_tasks() const { return (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK; }
     long tasks() const { return row_tasks() * ((N + panel() - 1) / panel()); }
 
+    // R rows over a panel; `ahead` walks through the panel behind it as they do.
     template <int R>
-    void some_rows(long row, long column, long last, bool is_first) const {
-        const long quad = 4 * K, ahead = quad * ((AHEAD_BYTES - 1) / long(quad * sizeof(T)) + 1);
+    void some_rows(long row, long column, long last, Ahead& ahead) const {
         for (; column + 4 <= last; column += 4) {
-            if (is_first) prefetch(w + column * K + ahead, quad * sizeof(T));
+            ahead.step();
             const T* columns[4] = {w + column * K, w + (column + 1) * K, w + (column + 2) * K, w + (column + 3) * K};
             store_rows<R, 4>(y + row, column, dots<T, R, 4>(x + row, columns, K));
         }
@@ -40,11 +55,14 @@ struct Product {
     }
 
     void tile(long row, long last_row, long column, long last_column) const {
-        const long first = row;
-        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, row == first);
-        if (last_row - row == 3) some_rows<3>(row, column, last_column, row == first);
-        if (last_row - row == 2) some_rows<2>(row, column, last_column, row == first);
-        if (last_row - row == 1) some_rows<1>(row, column, last_column, row == first);
+        const long passes = (last_row - row + 3) / 4, quads = (last_column - column + 3) / 4;
+        // One pass uses weights as fast as they come; several need their whole panel in the first.
+        const long distance = passes == 1 ? ((AHEAD_BYTES - 1) / long(4 * K * sizeof(T)) + 1) * 4 : last_column - column;
+        Ahead ahead(w + (column + distance) * K, (last_column - column) * K * sizeof(T), passes * quads);
+        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, ahead);
+        if (last_row - row == 3) some_rows<3>(row, column, last_column, ahead);
+        if (last_row - row == 2) some_rows<2>(row, column, last_column, ahead);
+        if (last_row - row == 1) some_rows<1>(row, column, last_column, ahead);
     }
 
     void task(long index) const {

@@ -35,6 +35,7 @@ inline void choose_experts(const float* scores, const float* bias, long experts,
 // Experts and weights of every token: ids [T, top_k], weights [T, top_k], which sum to the routed scale.
 template <class T>
 inline void route(const PtLayer& layer, const PtTokens& tokens, const T* x, int64_t* ids, float* weights) {
+    Timed timed(ROUTER);
     const long count = tokens.count, hidden = layer.hidden, experts = layer.experts, top_k = layer.top_k;
     float* wide = PT_SCRATCH(float, count * hidden);
     float* logits = PT_SCRATCH(float, count * experts);
@@ -125,6 +126,7 @@ inline void moe(const PtLayer& layer, const PtTokens& tokens, const T* x, T* y) 
     int64_t* ids = PT_SCRATCH(int64_t, pairs);
     float* weights = PT_SCRATCH(float, pairs);
     route(layer, tokens, x, ids, weights);
+    Timed timed(EXPERTS);
     long* order = PT_SCRATCH(long, pairs);
     const long most = pairs / ROWS_PER_EXPERT_TASK + layer.experts + count / ROWS_PER_EXPERT_TASK + 2;
     ExpertTask* tasks = PT_SCRATCH(ExpertTask, most);

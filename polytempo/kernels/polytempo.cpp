@@ -42,6 +42,7 @@ void keys_only(const PtLayer& layer, const PtState& state, const PtTokens& token
 
 template <class T>
 void linear(const T* x, const T* w, T* y, long rows, long K, long N, int64_t threads) {
+    Timed timed(LINEAR);
     Product<T> product{row_pointers(PT_SCRATCH(T*, rows), (T*)x, rows, K),
                        row_pointers(PT_SCRATCH(T*, rows), y, rows, N), w, rows, K, N};
     run(&product, 1, threads);
@@ -123,6 +124,16 @@ PT_EXPORT void pt_rms_norm(const void* x, const float* weight, void* y, int64_t 
 PT_EXPORT void pt_exp(const float* x, float* y, int64_t count) {
     for (long i = 0; i < count; i += pt::LANES) pt::store(y + i, pt::exp16(pt::load(x + i, count - i)), count - i);
 }
+
+// Switch the timing of parts on or off, and start from 0.
+PT_EXPORT void pt_profile(int64_t is_on) {
+    pt::profile = pt::Profile{};
+    pt::profile.is_on = is_on;
+}
+
+// Seconds spent in part number `index` since pt_profile; its name, null after the last.
+PT_EXPORT double pt_part_seconds(int64_t index) { return pt::profile.seconds[index]; }
+PT_EXPORT const char* pt_part_name(int64_t index) { return index < pt::NUM_PARTS ? pt::PART_NAMES[index] : nullptr; }
 
 // Size of structure number `index` in the order of args.h; 0 after the last.
 PT_EXPORT int64_t pt_struct_size(int64_t index) {

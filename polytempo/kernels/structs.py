@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, Sequence[type]] = {
     "pt_linear": (*(POINTER,) * 3, *(INT,) * 5),
     "pt_rms_norm": (*(POINTER,) * 3, INT, INT, REAL, INT),
     "pt_exp": (POINTER, POINTER, INT),
+    "pt_profile": (INT,),
 }
 
 
@@ -87,6 +88,8 @@ def declare(library: ctypes.CDLL) -> None:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     library.pt_struct_size.argtypes, library.pt_struct_size.restype = (INT,), INT
+    library.pt_part_seconds.argtypes, library.pt_part_seconds.restype = (INT,), REAL
+    library.pt_part_name.argtypes, library.pt_part_name.restype = (INT,), ctypes.c_char_p
     library.pt_instructions.argtypes, library.pt_instructions.restype = (), ctypes.c_char_p
 
 

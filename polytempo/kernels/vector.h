@@ -123,28 +123,34 @@ inline v16 sqrt16(v16 x) {
 #endif
 }
 
-// Horizontal sums, all by the same tree: lanes 8 apart, then 4, 2 and 1. sums[r][c] goes to lane 4 r + c.
-template <int R>
-inline v16 sum_lanes(const v16 (*sums)[4]) {
-    static_assert(R >= 1 && R <= 4, "four rows fill the lanes");
+// Four accumulators of one row, for four columns. Named, since gcc leaves arrays of vectors in memory.
+struct Quad {
+    v16 a = {}, b = {}, c = {}, d = {};
+};
+
+// Horizontal sums, all by the same tree: lanes 8 apart, then 4, 2 and 1. Column c of row r goes to lane 4 r + c.
+__attribute__((always_inline)) inline v16 sum_lanes(const Quad& first, const Quad& second, const Quad& third, const Quad& fourth) {
 #if defined(__AVX512F__)
-    __m512 quads[4] = {};  // quads[r] holds four partial sums of every column, one column per 128 bits
-    for (int r = 0; r < R; r++) {
-        const v16* x = sums[r];
-        __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xEE));
-        __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xEE));
-        quads[r] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
-    }
-    __m512 low = _mm512_add_ps(_mm512_shuffle_ps(quads[0], quads[1], 0x44), _mm512_shuffle_ps(quads[0], quads[1], 0xEE));
-    __m512 high = _mm512_add_ps(_mm512_shuffle_ps(quads[2], quads[3], 0x44), _mm512_shuffle_ps(quads[2], quads[3], 0xEE));
+    // A row's four partial sums of every column, one column per 128 bits.
+    auto halve = [](const Quad& row) {
+        __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(row.a, row.b, 0x44), _mm512_shuffle_f32x4(row.a, row.b, 0xEE));
+        __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(row.c, row.d, 0x44), _mm512_shuffle_f32x4(row.c, row.d, 0xEE));
+        return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    };
+    auto pair = [](__m512 x, __m512 y) {
+        return _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x44), _mm512_shuffle_ps(x, y, 0xEE));
+    };
+    __m512 low = pair(halve(first), halve(second)), high = pair(halve(third), halve(fourth));
     __m512 columns = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
     const __m512i by_row = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_ps(by_row, columns);
 #else
     v16 result = {};
-    for (int i = 0; i < 4 * R; i++) {
+    const v16 all[LANES] = {first.a, first.b, first.c, first.d, second.a, second.b, second.c, second.d,
+                            third.a, third.b, third.c, third.d, fourth.a, fourth.b, fourth.c, fourth.d};
+    for (long i = 0; i < LANES; i++) {
         float lanes[LANES];
-        memcpy(lanes, &sums[i / 4][i % 4], sizeof lanes);
+        memcpy(lanes, &all[i], sizeof lanes);
         for (long half = LANES / 2; half; half /= 2)
             for (long lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
         result[i] = lanes[0];
@@ -153,10 +159,7 @@ inline v16 sum_lanes(const v16 (*sums)[4]) {
 #endif
 }
 
-inline float sum_lanes(v16 x) {
-    const v16 sums[1][4] = {{x}};
-    return sum_lanes<1>(sums)[0];
-}
+inline float sum_lanes(v16 x) { return sum_lanes(Quad{x}, {}, {}, {})[0]; }
 
 // Products of 64 bytes of two rows, added lane by lane: 32 bfloat16 in pairs, or 16 floats.
 
@@ -211,6 +214,12 @@ inline void interleave(Chunk<bf16> a, Chunk<bf16> b, Chunk<bf16>& low, Chunk<bf1
 
 // The reverse for sums: `low` and `high` by interleave's channels to 32 channels in order.
 inline void join_quads(v16 low, v16 high, v16& first, v16& second) {
+#if defined(__AVX512F__)
+    const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i upper = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    first = _mm512_permutex2var_ps(low, lower, high);
+    second = _mm512_permutex2var_ps(low, upper, high);
+#else
     float a[LANES], b[LANES], all[2 * LANES];
     memcpy(a, &low, sizeof a);
     memcpy(b, &high, sizeof b);
@@ -220,6 +229,7 @@ inline void join_quads(v16 low, v16 high, v16& first, v16& second) {
     }
     memcpy(&first, all, sizeof first);
     memcpy(&second, all + LANES, sizeof second);
+#endif
 }
 
 template <class T>
@@ -229,36 +239,43 @@ inline Chunk<T> read_tail(const T* from, long count) {
     return Chunk<T>::read(padded);
 }
 
+// One step of K of a row's dot products with C columns, to its accumulators.
+template <class T, int C>
+__attribute__((always_inline)) inline void add_products(Quad& sums, Chunk<T> row, Chunk<T> a, Chunk<T> b, Chunk<T> c, Chunk<T> d) {
+    sums.a = Chunk<T>::dot(sums.a, row, a);
+    if (C == 1) return;
+    sums.b = Chunk<T>::dot(sums.b, row, b);
+    sums.c = Chunk<T>::dot(sums.c, row, c);
+    sums.d = Chunk<T>::dot(sums.d, row, d);
+}
+
 // Lane 4 r + c = x[r] . w[c] over K elements: one accumulator per pair, K ascending, then the tree of sum_lanes.
 // R and C only say how many pairs are computed together; no pair's order depends on them.
+//
+// Never inlined: within larger functions gcc keeps the accumulators in memory, at half the speed.
 template <class T, int R, int C>
-inline v16 dots(const T* const* x, const T* const* w, long K) {
-    static_assert(C == 4 || C == 1, "results are reduced four at a time");
-    v16 sums[R][4] = {};
+__attribute__((noinline)) v16 dots(const T* const* x, const T* const* w, long K) {
+    static_assert(R >= 1 && R <= 4 && (C == 4 || C == 1), "sixteen results fill the lanes");
+    const T *x0 = x[0], *x1 = R > 1 ? x[1] : x0, *x2 = R > 2 ? x[2] : x0, *x3 = R > 3 ? x[3] : x0;
+    const T *w0 = w[0], *w1 = C > 1 ? w[1] : w0, *w2 = C > 1 ? w[2] : w0, *w3 = C > 1 ? w[3] : w0;
+    Quad first, second, third, fourth;
+    auto step = [&](auto read) {
+        const Chunk<T> a = read(w0), b = C > 1 ? read(w1) : a, c = C > 1 ? read(w2) : a, d = C > 1 ? read(w3) : a;
+        add_products<T, C>(first, read(x0), a, b, c, d);
+        if (R > 1) add_products<T, C>(second, read(x1), a, b, c, d);
+        if (R > 2) add_products<T, C>(third, read(x2), a, b, c, d);
+        if (R > 3) add_products<T, C>(fourth, read(x3), a, b, c, d);
+    };
     long k = 0;
-    for (; k + Chunk<T>::SIZE <= K; k += Chunk<T>::SIZE) {
-        Chunk<T> columns[C];
-        for (int c = 0; c < C; c++) columns[c] = Chunk<T>::read(w[c] + k);
-        for (int r = 0; r < R; r++) {
-            Chunk<T> row = Chunk<T>::read(x[r] + k);
-            for (int c = 0; c < C; c++) sums[r][c] = Chunk<T>::dot(sums[r][c], row, columns[c]);
-        }
-    }
-    if (k < K) {
-        Chunk<T> columns[C];
-        for (int c = 0; c < C; c++) columns[c] = read_tail(w[c] + k, K - k);
-        for (int r = 0; r < R; r++) {
-            Chunk<T> row = read_tail(x[r] + k, K - k);
-            for (int c = 0; c < C; c++) sums[r][c] = Chunk<T>::dot(sums[r][c], row, columns[c]);
-        }
-    }
-    return sum_lanes<R>(sums);
+    for (; k + Chunk<T>::SIZE <= K; k += Chunk<T>::SIZE) step([k](const T* from) { return Chunk<T>::read(from + k); });
+    if (k < K) step([k, K](const T* from) { return read_tail(from + k, K - k); });
+    return sum_lanes(first, second, third, fourth);
 }
 
 // Ask memory for a stretch in ascending order. Walking four short rows side by side, the hardware foresees nothing:
 // 10 GB/s against 28 with this.
 inline void prefetch(const void* from, long bytes) {
-    for (const char* line = (const char*)from; line < (const char*)from + bytes; line += 64) __builtin_prefetch(line);
+    for (const char* line = (const char*)from; line < (const char*)from + bytes; line += 64) __builtin_prefetch(line, 0, 2);
 }
 
 // Lanes 4 r … 4 r + C - 1 to `to[r] + at`, for every row r.
