@@ -18,7 +18,9 @@ from polytempo.engine.step import run_step
 from polytempo.engine.target import Target
 from polytempo.engine_config import AUTO, EngineConfig
 from polytempo.errors import ConfigError, RequestError
+from polytempo.kernels.threads import torch_on_one_thread
 from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.model.forward import uses_kernels
 from polytempo.model.rope import RopeTables
 from polytempo.types import FinishReason
 
@@ -149,8 +151,10 @@ class Engine:
         self.seconds.plan += time.perf_counter() - started
         if planned:
             self._is_stepping = True
+            in_kernels = uses_kernels(self.target.model, self.target.store.target_windows)
             try:
-                seconds = run_step(self.target, self.proposer, self.policy, self.advance_mode, planned)
+                with torch_on_one_thread(in_kernels):
+                    seconds = run_step(self.target, self.proposer, self.policy, self.advance_mode, planned)
             finally:
                 self._is_stepping = False
             self.seconds.add(seconds)

@@ -12,6 +12,7 @@ namespace pt {
 
 constexpr long ROWS_PER_TASK = 64;
 constexpr long AHEAD_BYTES = 4096;  // of weights to ask memory for before they are needed, if rows pass by once
+constexpr long TASKS_PER_THREAD = 4;  // of one product: more share the work more evenly, fewer cost less
 constexpr long PANEL_BYTES = 8192;  // of weights that stay in the first-level cache while rows pass by
 
 // Asks memory for what comes next, evenly while `steps` other things are done: asked for at once, it would stall them.
@@ -38,7 +39,9 @@ struct Product {
 
     long panel() const { return std::max(8L, PANEL_BYTES / long(K * sizeof(T)) / 4 * 4); }
     long row_tasks() const { return (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK; }
-    long tasks() const { return row_tasks() * ((N + panel() - 1) / panel()); }
+    // Columns of a task: neighbouring panels, so that what a thread asks memory for is what it needs next.
+    long stretch(int64_t threads) const { return (N / (threads * TASKS_PER_THREAD) / panel() + 1) * panel(); }
+    long tasks(int64_t threads) const { return row_tasks() * ((N + stretch(threads) - 1) / stretch(threads)); }
 
     // R rows over a panel; `ahead` walks through the panel behind it as they do.
     template <int R>
@@ -65,25 +68,28 @@ struct Product {
         if (last_row - row == 1) some_rows<1>(row, column, last_column, ahead);
     }
 
-    void task(long index) const {
-        long row = index % row_tasks() * ROWS_PER_TASK, column = index / row_tasks() * panel();
-        tile(row, std::min(rows, row + ROWS_PER_TASK), column, std::min(N, column + panel()));
+    void columns(long row, long last_row, long column, long last_column) const {
+        for (; column < last_column; column += panel())
+            tile(row, last_row, column, std::min(last_column, column + panel()));
     }
 
-    void run_serial() const {
-        for (long column = 0; column < N; column += panel()) tile(0, rows, column, std::min(N, column + panel()));
+    void task(long index, int64_t threads) const {
+        const long row = index % row_tasks() * ROWS_PER_TASK, column = index / row_tasks() * stretch(threads);
+        columns(row, std::min(rows, row + ROWS_PER_TASK), column, std::min(N, column + stretch(threads)));
     }
+
+    void run_serial() const { columns(0, rows, 0, N); }
 };
 
 // Several products that do not depend on each other, in one parallel region.
 template <class T>
 inline void run(const Product<T>* products, long count, int64_t threads) {
     long total = 0;
-    for (long i = 0; i < count; i++) total += products[i].tasks();
+    for (long i = 0; i < count; i++) total += products[i].tasks(threads);
     share(total, threads, [=](long task) {
         const Product<T>* product = products;
-        while (task >= product->tasks()) task -= (product++)->tasks();
-        product->task(task);
+        while (task >= product->tasks(threads)) task -= (product++)->tasks(threads);
+        product->task(task, threads);
     });
 }
 

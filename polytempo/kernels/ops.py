@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polytempo.errors import InvariantError
+from polytempo.kernels.threads import kernel_threads
 
 
 def check_operand(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -51,7 +52,7 @@ def linear(library: ctypes.CDLL, x: Tensor, weight: Tensor, threads: int | None 
     (rows, depth), width = x.shape, weight.shape[0]
     out = x.new_empty(rows, width)
     library.pt_linear(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, depth, width,
-                      x.dtype == torch.bfloat16, threads or torch.get_num_threads())  # fmt: skip
+                      x.dtype == torch.bfloat16, threads or kernel_threads())  # fmt: skip
     return out
 
 

@@ -34,7 +34,7 @@ def target_forward(
     Raises:
         ConfigError: the caller's mask does not fit this forward; nothing was written.
     """
-    if caller_mask is None and _native_serves(model, store.target_windows):
+    if caller_mask is None and uses_kernels(model, store.target_windows):
         return model.native.target(tables, store, view)
     if caller_mask is not None:
         caller_mask = check_caller_mask(caller_mask, view, model.config.num_attention_heads)
@@ -60,7 +60,7 @@ def mtp_forward(
     Returns:
         The block's output streams [T, hc, D]: the next draft's input, and `model.mtp_logits` gives its logits.
     """
-    if _native_serves(model, store.mtp_windows):
+    if uses_kernels(model, store.mtp_windows):
         return model.native.mtp_block(tables, store, view, streams)
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
@@ -80,7 +80,7 @@ def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: Batc
         view: positions are the pairs' p; token_ids are the tokens of p + 1.
         streams: [T, hc, D], the target's at the same positions.
     """
-    if _native_serves(model, store.mtp_windows):
+    if uses_kernels(model, store.mtp_windows):
         model.native.mtp_keys(tables, store, view, streams)
         return
     block = model.mtp[0]
@@ -90,6 +90,11 @@ def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: Batc
     write_window(store.mtp[0].window, view, kv)
 
 
-def _native_serves(model: DeepseekV4, windows: WindowLayout) -> bool:
-    """Whether the C++ kernels run this forward; they know no layout but the ring."""
+def uses_kernels(model: DeepseekV4, windows: WindowLayout) -> bool:
+    """Whether the C++ kernels run a forward.
+
+    Args:
+        model: with its choice of kernels.
+        windows: layout of the state; the kernels know none but the ring.
+    """
     return windows.name == "ring" and model.native is not None

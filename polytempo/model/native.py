@@ -17,6 +17,7 @@ from polytempo.errors import ConfigError
 from polytempo.kernels import ops
 from polytempo.kernels.build import KernelError, load, load_or_note
 from polytempo.kernels.structs import CompressorWeights, Layer, Pool, Site, State, Tokens
+from polytempo.kernels.threads import kernel_threads
 from polytempo.model.compressor import Compressor
 from polytempo.model.rope import RopeAngles, RopeTables
 
@@ -126,7 +127,7 @@ class NativeModel:
         streams = streams.contiguous()
         ops.check_operand("streams", streams, self.dtype)
         x = streams.new_empty(streams.shape[0], streams.shape[2])
-        tokens = Tokens(count=streams.shape[0], is_bf16=self._is_bf16, threads=torch.get_num_threads())
+        tokens = Tokens(count=streams.shape[0], is_bf16=self._is_bf16, threads=kernel_threads())
         self.library.pt_head(ctypes.byref(self.layers[0]), ctypes.byref(site), ctypes.byref(tokens),
                              streams.data_ptr(), x.data_ptr())  # fmt: skip
         return ops.linear(self.library, x, self.vocab_projection.weight)
@@ -138,7 +139,7 @@ class NativeModel:
     def _tokens(self, view: BatchView, table: RopeAngles) -> Tokens:
         return Tokens(
             view.num_tokens, *_pointers(view.token_ids, view.slots, view.positions, table.cos, table.sin),
-            self._is_bf16, torch.get_num_threads(),
+            self._is_bf16, kernel_threads(),
         )  # fmt: skip
 
     def _combine(self, view: BatchView, streams: Tensor) -> Tensor:

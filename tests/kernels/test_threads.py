@@ -1,0 +1,34 @@
+"""While the kernels work, torch's own threads stay away."""
+
+import pytest
+import torch
+
+from polytempo.kernels.threads import kernel_threads, torch_on_one_thread
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_torch_gets_one_thread_and_the_kernels_keep_theirs(two_threads):
+    assert kernel_threads() == 2
+    with torch_on_one_thread():
+        assert (torch.get_num_threads(), kernel_threads()) == (1, 2)
+        with torch_on_one_thread():
+            assert kernel_threads() == 2
+    assert (torch.get_num_threads(), kernel_threads()) == (2, 2)
+
+
+def test_threads_come_back_after_an_error(two_threads):
+    with pytest.raises(KeyError), torch_on_one_thread():
+        raise KeyError
+    assert (torch.get_num_threads(), kernel_threads()) == (2, 2)
+
+
+def test_the_torch_path_keeps_its_threads(two_threads):
+    with torch_on_one_thread(wanted=False):
+        assert torch.get_num_threads() == 2
