@@ -16,17 +16,14 @@ constexpr long TASKS_PER_THREAD = 4;  // of one product: more share the work mor
 constexpr long PANEL_BYTES = 8192;  // of weights that stay in the first-level cache while rows pass by
 
 // Asks memory for what comes next, evenly while `steps` other things are done: asked for at once, it would stall them.
-class Ahead {
-public:
+struct Ahead {
+    const char* next;
+    long stride;
     Ahead(const void* from, long bytes, long steps) : next((const char*)from), stride(bytes / steps + 63 & ~63L) {}
     void step() {
         prefetch(next, stride);
         next += stride;
     }
-
-private:
-    const char* next;
-    long stride;
 };
 
 // y[r][0..N) = x[r][0..K) . w[0..N)[0..K); rows are given by pointer, so that they may lie in a ring or a gather.
@@ -59,7 +56,7 @@ struct Product {
 
     void tile(long row, long last_row, long column, long last_column) const {
         const long passes = (last_row - row + 3) / 4, quads = (last_column - column + 3) / 4;
-        // One pass uses weights as fast as they come; several need their whole panel in the first.
+        // One pass uses weights as fast as they come; of several the first needs its whole panel.
         const long distance = passes == 1 ? ((AHEAD_BYTES - 1) / long(4 * K * sizeof(T)) + 1) * 4 : last_column - column;
         Ahead ahead(w + (column + distance) * K, (last_column - column) * K * sizeof(T), passes * quads);
         for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, ahead);

@@ -272,10 +272,11 @@ __attribute__((noinline)) v16 dots(const T* const* x, const T* const* w, long K)
     return sum_lanes(first, second, third, fourth);
 }
 
-// Ask memory for a stretch in ascending order. Walking four short rows side by side, the hardware foresees nothing:
-// 10 GB/s against 28 with this.
+// Ask memory for a stretch in ascending order, into the second-level cache: the first has too few misses at once, and
+// better uses. Walking four short rows side by side, the hardware foresees nothing.
 inline void prefetch(const void* from, long bytes) {
-    for (const char* line = (const char*)from; line < (const char*)from + bytes; line += 64) __builtin_prefetch(line, 0, 2);
+    for (const char* line = (const char*)from; line < (const char*)from + bytes; line += 64)
+        __builtin_prefetch(line, 0, 2);
 }
 
 // Lanes 4 r … 4 r + C - 1 to `to[r] + at`, for every row r.
