@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from polytempo.bench.profile import Profile, profile
 from polytempo.bench.run import Measurement, Mode, measure
 from polytempo.bench.workload import prompts
 from polytempo.llm import LLM
@@ -81,17 +82,11 @@ def run_suite(suite: Suite) -> list[Measurement]:
 
 def _measure_batch(suite: Suite, base: LLM, batch: int, bar: tqdm) -> Iterator[Measurement]:
     work = prompts(base.tokenizer, base.model.config.vocab_size, suite.prompt_lens, batch, suite.seed)
-    limit = max(suite.prompt_lens) + suite.max_tokens
     runs: dict[Mode, list[Measurement]] = {mode: [] for mode in suite.modes()}
     scripted = None
     for _ in range(suite.repeat):
         for mode, mode_runs in runs.items():
-            most = 0 if isinstance(mode.draft_len, str) else mode.draft_len
-            llm = LLM.from_model(
-                base.model, base.tokenizer, max_rows=batch, max_model_len=limit, speculate=mode.speculate,
-                draft_len=mode.draft_len, kv_advance=mode.kv_advance, kv_layout=mode.kv_layout,
-                kernels=suite.kernels, max_step_tokens=max(1024, batch * (most + 1)),
-            )  # fmt: skip
+            llm = _engine(suite, base, mode, batch)
             mode_runs.append(measure(llm, mode, work, suite.max_tokens, scripted))
             if suite.scripted_acceptance is not None and scripted is None:
                 scripted = suite.scripted_acceptance, mode_runs[0].outputs
@@ -99,3 +94,35 @@ def _measure_batch(suite: Suite, base: LLM, batch: int, bar: tqdm) -> Iterator[M
     for mode_runs in runs.values():
         mode_runs.sort(key=lambda run: run.tokens_per_second)
         yield mode_runs[statistics.median_low(range(len(mode_runs)))]
+
+
+def _engine(suite: Suite, base: LLM, mode: Mode, batch: int) -> LLM:
+    most = 0 if isinstance(mode.draft_len, str) else mode.draft_len
+    return LLM.from_model(
+        base.model, base.tokenizer, max_rows=batch, max_model_len=max(suite.prompt_lens) + suite.max_tokens,
+        speculate=mode.speculate, draft_len=mode.draft_len, kv_advance=mode.kv_advance, kv_layout=mode.kv_layout,
+        kernels=suite.kernels, max_step_tokens=max(1024, batch * (most + 1)),
+    )  # fmt: skip
+
+
+def profile_suite(suite: Suite) -> list[Profile]:
+    """Profile every mode at every batch size, at the first dtype and thread count.
+
+    Args:
+        suite: what to profile; of its max_tokens each row decodes until the first one ends.
+
+    Returns:
+        In order of batch, then mode.
+
+    Raises:
+        CheckpointError, ConfigError, RequestError: as LLM.
+    """
+    base = LLM(suite.model_dir, suite.dtypes[0])
+    if suite.threads:
+        torch.set_num_threads(suite.threads[0])
+    found = []
+    for batch in suite.batches:
+        work = prompts(base.tokenizer, base.model.config.vocab_size, suite.prompt_lens, batch, suite.seed)
+        for mode in suite.modes():
+            found.append(profile(_engine(suite, base, mode, batch), mode, work, suite.max_tokens))
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class _List(click.ParamType):
 @click.option("--threads", default="", type=_List(), help="Torch threads [default: as torch chooses].")
 @click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="C++ or torch.")
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
+@click.option("--profile", "is_profile", is_flag=True, help="Show where a step's time goes instead.")
 @click.option("--server", metavar="URL", help="Measure a running server instead: latencies as clients see them.")
 @click.option("--clients", default=8, show_default=True, type=click.IntRange(1), help="With --server: at once.")
 @click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="With --server: in all.")
@@ -84,13 +86,18 @@ def bench_command(out_dir: Path | None, server: str | None, clients: int, reques
     Examples:
       polytempo bench -b 1,8,32,128 --draft-lens 0,1,2,3,auto --repeat 3 --out results
       polytempo bench -b 1,128 --draft-lens 3 --kv-advance per_sequence,cohort --scripted-acceptance 0.8
+      polytempo bench --profile -b 1,128 --draft-lens 0,3
       polytempo bench --server http://127.0.0.1:8000 --clients 8
     """  # noqa: D301
+    is_profile = options.pop("is_profile")
     if server is not None:
         from polytempo.bench.load import Load
 
         _measure_server(Load(server, requests, clients, options["prompt_lens"], options["max_tokens"],
                              options["seed"], api_key), out_dir)  # fmt: skip
+        return
+    if is_profile:
+        _profile(options, out_dir)
         return
     from polytempo.bench.report import disagreements, plot, summary, table, to_json
     from polytempo.bench.suite import Suite, run_suite
@@ -122,3 +129,17 @@ def _measure_server(load: Load, out_dir: Path | None) -> None:
         click.echo(f"wrote {out_dir / 'latency.png'} and {out_dir / 'bench.json'}")
     del result["requests"]
     click.echo(json.dumps(result))
+
+
+def _profile(options: dict[str, Any], out_dir: Path | None) -> None:
+    from polytempo.bench.profile import profile_table
+    from polytempo.bench.suite import Suite, profile_suite
+
+    found = profile_suite(Suite(**options))
+    click.echo("\n\n".join(map(profile_table, found)))
+    result = json.dumps({"profiles": [asdict(profile) for profile in found]})
+    if out_dir is not None:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / "profile.json").write_text(result + "\n")
+        click.echo(f"wrote {out_dir / 'profile.json'}")
+    click.echo(result)

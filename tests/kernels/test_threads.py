@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from polytempo.engine.propose import ScriptedProposer
 from polytempo.kernels.threads import kernel_threads, torch_on_one_thread
+from polytempo.llm import LLM
+from polytempo.types import SamplingParams
 
 
 @pytest.fixture
@@ -32,3 +35,12 @@ def test_threads_come_back_after_an_error(two_threads):
 def test_the_torch_path_keeps_its_threads(two_threads):
     with torch_on_one_thread(wanted=False):
         assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("kernels", "expected"), [("native", 1), ("torch", 2)])
+def test_threads_of_torch_within_a_step(two_threads, kernels, expected):
+    llm = LLM(max_rows=1, max_model_len=64, kernels=kernels, progress=False)
+    seen = []
+    llm.engine.proposer = ScriptedProposer(lambda row, most: seen.append(torch.get_num_threads()) or [])
+    llm.generate([[2, 3, 4]], SamplingParams(max_tokens=4, draft_len=1))
+    assert set(seen) == {expected} and torch.get_num_threads() == 2
