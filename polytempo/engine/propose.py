@@ -104,6 +104,9 @@ class MTPProposer:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.num_forwards = 0
+        # Rings of all slots end to end: a row's cell is slot · window + position mod window.
+        self._kept = target.store.mtp_streams.flatten(0, 1)
+        self._window = target.model.config.sliding_window
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
@@ -118,7 +121,7 @@ class MTPProposer:
         if not drafting:
             return
         last = [item.token_idx + item.row.kv_len - 1 - item.start for item, _ in drafting]
-        chain, previous = drafting, streams[torch.tensor(last, device=streams.device)]
+        chain, previous = drafting, _select(streams, last)
         for depth in range(max(draft_lens)):
             chain, previous = self._extend(chain, previous, depth)
             if not chain:
@@ -138,8 +141,8 @@ class MTPProposer:
 
     def _write_keys(self, rows: Sequence[tuple[CaughtUp, int]], streams: Tensor) -> None:
         """Write the keys that rows lack of their last window, but for the pair that the whole block will write."""
-        window, kept = self.target.model.config.sliding_window, self.target.store.mtp_streams
-        segments, token_idx, slots, cells = [], [], [], []
+        window = self._window
+        segments, token_idx, cells = [], [], []
         for item, draft_len in rows:
             row = item.row
             start, end = max(row.mtp_len, item.start - window + 1), row.kv_len - (1 if draft_len else 0)
@@ -148,37 +151,30 @@ class MTPProposer:
                 continue
             segments.append(Segment(row.slot, start, row.tokens(start + 1, end + 1)))
             earlier = range(start, min(item.start, end))
-            token_idx += range(len(streams) + len(slots), len(streams) + len(slots) + len(earlier))
-            slots += [row.slot] * len(earlier)
-            cells += [position % window for position in earlier]
+            token_idx += range(len(streams) + len(cells), len(streams) + len(cells) + len(earlier))
+            cells += [row.slot * window + position % window for position in earlier]
             now = max(start, item.start) - item.start
             token_idx += range(item.token_idx + now, item.token_idx + end - item.start)
         if not segments:
             return
-        if slots:
-            place = torch.tensor(slots, device=streams.device), torch.tensor(cells, device=streams.device)
-            streams = torch.cat((streams, kept[place]))
-        inputs, target = streams[torch.tensor(token_idx, device=streams.device)], self.target
+        if cells:
+            streams = torch.cat((streams, self._kept[torch.tensor(cells, device=streams.device)]))
+        inputs, target = _select(streams, token_idx), self.target
         mtp_write(target.model, target.tables, target.store, target.store.mtp_view(segments), inputs)
 
     def _keep_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
         """Keep what later keys are made of: the streams of each row's last window of committed positions."""
-        window, kept = self.target.model.config.sliding_window, self.target.store.mtp_streams
-        if len(rows) == len(streams):
-            # One token each, and nobody else's: the step of a batch that does not speculate must not pay for the rest.
-            places = [item.row.slot for item in rows], [item.start % window for item in rows]
-            kept[tuple(torch.tensor(place, device=kept.device) for place in places)] = streams
-            return
-        token_idx, slots, cells = [], [], []
+        window, token_idx, cells = self._window, [], []
         for item in rows:
-            positions = range(max(item.start, item.row.kv_len - window), item.row.kv_len)
-            offset = item.token_idx - item.start
-            token_idx += range(positions.start + offset, positions.stop + offset)
-            slots += [item.row.slot] * len(positions)
-            cells += [position % window for position in positions]
-        if slots:
-            place, chosen, ring = torch.tensor([token_idx, slots, cells], device=streams.device)
-            kept[chosen, ring] = streams[place]
+            ring, offset = item.row.slot * window, item.token_idx - item.start
+            for position in range(max(item.start, item.row.kv_len - window), item.row.kv_len):
+                token_idx.append(position + offset)
+                cells.append(ring + position % window)
+        if len(cells) == 1:
+            # A row alone that does not draft: its steps are so short that an index tensor would be felt.
+            self._kept[cells[0]].copy_(streams[token_idx[0]])
+        elif cells:
+            self._kept[torch.tensor(cells, device=streams.device)] = _select(streams, token_idx)
 
     def _extend(
         self, chain: list[tuple[CaughtUp, int]], previous: Tensor, depth: int
@@ -203,4 +199,13 @@ class MTPProposer:
                     kept.append(place)
         if not kept:
             return [], output
-        return [chain[place] for place in kept], output[torch.tensor(kept, device=output.device)]
+        return [chain[place] for place in kept], _select(output, kept)
+
+
+def _select(streams: Tensor, token_idx: Sequence[int]) -> Tensor:
+    """streams[token_idx], without a copy if these are all of them in order, or one."""
+    if len(token_idx) == 1:
+        return streams[token_idx[0] : token_idx[0] + 1]
+    if len(token_idx) == len(streams) and list(token_idx) == list(range(len(streams))):
+        return streams
+    return streams[torch.tensor(token_idx, device=streams.device)]
