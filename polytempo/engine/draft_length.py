@@ -21,14 +21,16 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 4.0
 """What is believed of drafts before any was examined, as if so many had said so."""
 ACCEPTANCE_FADE = 0.995
 """Weight of what became of a row's drafts, per row and verify since: the engine's acceptance is of some 200 of them."""
-EXPLORED = (1, 1, 0, 2)
-"""Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
-drafts are cold and count for nothing; steps with one draft, without and with two are measured."""
+EXPLORED = (1, 1, 2, 0)
+"""Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first drafts
+are cold and count for nothing; steps with one draft, with two and without are measured."""
 REST = 8
 """Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
-RETRY_FIRST, RETRY_MOST = 24, 768
-"""Steps without drafts after which one is made to see what it costs now; a stale or unlucky measurement would otherwise
-be believed for ever. The wait doubles as long as drafts do not pay, from the first to the most, multiples of REST."""
+RETRY_FIRST, RETRY_MOST = 48, 768
+"""Steps without drafts after which a few rows make one twice, to see what it costs now; a stale or unlucky measurement
+would otherwise be believed for ever. The wait doubles as long as drafts do not pay; both are multiples of REST."""
+RETRY_ROWS = 8
+"""Rows that try, or a quarter of them if those are more: each must first make the keys of a whole window."""
 
 
 def draft_length(row: Row, config: EngineConfig) -> int:
@@ -115,8 +117,10 @@ class DraftPolicy:
         draft_cost: seconds of proposing by (draft, row) pairs.
         examined: drafts of all rows that the target looked at, older ones fading.
         accepted: of them, accepted.
-        num_idle: steps in a row that chose no draft though there was room.
-        retry_after: as many of them as are waited for before one draft is tried.
+        num_drafting: steps in a row that chose a draft. The first may pay for a pause: it is not timed.
+        num_idle: steps in a row that chose none though there was room.
+        retry_after: as many of them as are waited for before drafts are tried again.
+        is_retrying: whether the first of the two steps that try was chosen.
     """
 
     config: EngineConfig
@@ -125,8 +129,10 @@ class DraftPolicy:
     draft_cost: LinearCost = field(default_factory=lambda: LinearCost(is_base=False))
     examined: float = PRIOR_WEIGHT
     accepted: float = PRIOR_WEIGHT * PRIOR_ACCEPTANCE
+    num_drafting: int = 0
     num_idle: int = 0
     retry_after: int = RETRY_FIRST
+    is_retrying: bool = False
 
     def record(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         """Take in what became of a row's drafts in one verify."""
@@ -153,10 +159,12 @@ class DraftPolicy:
             lengths = [0 if row.request.params.draft_len is None else draft_length(row, config) for row in rows]
         if self.num_idle % REST:
             self.num_idle += 1
+            self.num_drafting = 0
             return lengths
         room = [draft_length(rows[place], config) for place in free]
         for place, count in zip(free, self._choose([rows[place] for place in free], room), strict=True):
             lengths[place] = count
+        self.num_drafting = self.num_drafting + 1 if any(lengths) else 0
         return lengths
 
     def _choose(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
@@ -168,14 +176,26 @@ class DraftPolicy:
             return [min(most, EXPLORED[step]) for most in room]
         if self.draft_cost.count < 2:
             return [min(most, 1) for most in room]
+        if self.is_retrying:
+            self.is_retrying = False
+            return self._few(room)
         lengths = self._best(rows, room)
         if any(lengths):
             self.num_idle, self.retry_after = 0, RETRY_FIRST
         elif self.num_idle < self.retry_after:
             self.num_idle += 1
         else:
-            self.num_idle, self.retry_after = 0, min(2 * self.retry_after, RETRY_MOST)
-            return [min(most, 1) for most in room]
+            self.num_idle, self.retry_after, self.is_retrying = 0, min(2 * self.retry_after, RETRY_MOST), True
+            return self._few(room)
+        return lengths
+
+    @staticmethod
+    def _few(room: Sequence[int]) -> list[int]:
+        """One draft for the first rows that have room, as many as it takes to tell what drafts cost."""
+        able = [place for place, most in enumerate(room) if most]
+        lengths = [0] * len(room)
+        for place in able[: max(RETRY_ROWS, len(able) // 4)]:
+            lengths[place] = 1
         return lengths
 
     def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:

@@ -17,6 +17,10 @@ from polytempo.engine.target import Target
 from polytempo.model.forward import mtp_forward, mtp_write
 
 
+MOST_NOTED = 256
+"""Tokens whose streams may wait to be copied, so that the memory of streams stays bounded by the store's."""
+
+
 @dataclass(frozen=True)
 class CaughtUp:
     """What a step left behind of one row, for the proposer.
@@ -95,6 +99,8 @@ class MTPProposer:
     its last window are kept and nothing is computed; when it drafts, the keys it lacks are made from them, and the
     whole block runs once per draft for all rows together, each at its own position.
 
+    Streams are kept in the store, many steps at a time: a step that does not draft only notes where they are.
+
     Attributes:
         num_forwards: whole-block forwards so far.
     """
@@ -107,16 +113,22 @@ class MTPProposer:
         # Rings of all slots end to end: a row's cell is slot · window + position mod window.
         self._kept = target.store.mtp_streams.flatten(0, 1)
         self._window = target.model.config.sliding_window
+        self._noted: list[tuple[list[tuple[int, int, int, int]], Tensor]] = []
+        self._num_noted = 0
 
-    @torch.inference_mode()
     def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
-        """As `Proposer.propose`; the last committed pair of a drafting row goes through the whole block."""
+        """As `Proposer.propose`, in the step's inference mode.
+
+        The last committed pair of a drafting row goes through the whole block.
+        """
         writing, waiting = [], []
         for item, draft_len in zip(rows, draft_lens, strict=True):
             item.row.drafts = []
             (writing if draft_len or self._is_kept(item) else waiting).append((item, draft_len))
-        self._write_keys(writing, streams)
-        self._keep_streams([item for item, _ in waiting], streams)
+        if writing:
+            self._write_keys(writing, streams)
+        if waiting:
+            self._note_streams([item for item, _ in waiting], streams)
         drafting = [(item, draft_len) for item, draft_len in writing if draft_len]
         if not drafting:
             return
@@ -158,23 +170,31 @@ class MTPProposer:
         if not segments:
             return
         if cells:
+            self._keep_streams()
             streams = torch.cat((streams, self._kept[torch.tensor(cells, device=streams.device)]))
         inputs, target = _select(streams, token_idx), self.target
         mtp_write(target.model, target.tables, target.store, target.store.mtp_view(segments), inputs)
 
-    def _keep_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
-        """Keep what later keys are made of: the streams of each row's last window of committed positions."""
-        window, token_idx, cells = self._window, [], []
-        for item in rows:
-            ring, offset = item.row.slot * window, item.token_idx - item.start
-            for position in range(max(item.start, item.row.kv_len - window), item.row.kv_len):
-                token_idx.append(position + offset)
-                cells.append(ring + position % window)
-        if len(cells) == 1:
-            # A row alone that does not draft: its steps are so short that an index tensor would be felt.
-            self._kept[cells[0]].copy_(streams[token_idx[0]])
-        elif cells:
-            self._kept[torch.tensor(cells, device=streams.device)] = _select(streams, token_idx)
+    def _note_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
+        """Note the streams that later keys are made of: those of each row's last window of committed positions."""
+        self._noted.append(([(x.row.slot, x.start, x.row.kv_len, x.token_idx) for x in rows], streams))
+        self._num_noted += len(streams)
+        if self._num_noted >= MOST_NOTED:
+            self._keep_streams()
+
+    def _keep_streams(self) -> None:
+        """Copy the noted streams to their cells; of those with the same cell, the last."""
+        token_of: dict[int, int] = {}
+        window, offset = self._window, 0
+        for rows, noted in self._noted:
+            for slot, start, end, token_idx in rows:
+                for position in range(max(start, end - window), end):
+                    token_of[slot * window + position % window] = offset + token_idx + position - start
+            offset += len(noted)
+        if token_of:
+            cells, token_idx = torch.tensor([[*token_of], [*token_of.values()]], device=self._kept.device)
+            self._kept[cells] = torch.cat([noted for _, noted in self._noted])[token_idx]
+        self._noted, self._num_noted = [], 0
 
     def _extend(
         self, chain: list[tuple[CaughtUp, int]], previous: Tensor, depth: int

@@ -1,5 +1,7 @@
 """How many drafts a row gets: the room it has, and what measured acceptance and cost say pays."""
 
+import itertools
+
 import pytest
 
 from polytempo.engine.draft_length import (
@@ -173,11 +175,16 @@ def test_auto_tries_again_after_many_steps_without_drafts():
     rows = [make_row(acceptance=0.9), make_row(acceptance=0.9, max_tokens=4)]
     chosen = [policy.lengths(rows) for _ in range(8 * RETRY_MOST)]
     tried = [-1, *(place for place, lengths in enumerate(chosen) if any(lengths))]
-    waits = [after - before - 1 for before, after in zip(tried, tried[1:])]
-    assert waits[:6] == [RETRY_FIRST * 2 ** k for k in range(6)] == [*waits[:5], RETRY_MOST]
+    assert tried[2::2] == [place + 1 for place in tried[1::2]], "twice: the first pays for the pause"
+    tried = [-1, *tried[2::2]]
+    waits = [after - before - 2 for before, after in itertools.pairwise(tried)]
+    assert waits[:5] == [RETRY_FIRST * 2**k for k in range(5)] == [*waits[:4], RETRY_MOST]
     assert set(waits[5:]) == {RETRY_MOST} and len(waits) > 7
     assert chosen[tried[1]] == [1, 0]
-    policy.num_idle = 0
+    many = [make_row(acceptance=0.9) for _ in range(64)]
+    policy.num_idle = policy.retry_after
+    assert sum(policy.lengths(many)) == 16, "a quarter"
+    policy.num_idle, policy.is_retrying = 0, False
     for _ in range(40):
         for size in range(1, 9):
             policy.verify_cost.record(size, 0.1 + 0.0005 * size)
