@@ -22,8 +22,8 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 4.0
 ACCEPTANCE_FADE = 0.995
 """Weight of what became of a row's drafts, per row and verify since: the engine's acceptance is of some 200 of them."""
 EXPLORED = (1, 1, 2, 0)
-"""Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first drafts
-are cold and count for nothing; steps with one draft, with two and without are measured."""
+"""Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
+drafts are cold and count for nothing; steps with one draft, with two and without are measured."""
 REST = 8
 """Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
 RETRY_FIRST, RETRY_MOST = 48, 768

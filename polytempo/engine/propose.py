@@ -16,7 +16,6 @@ from polytempo.engine.sampling import NO_TOKEN, sample
 from polytempo.engine.target import Target
 from polytempo.model.forward import mtp_forward, mtp_write
 
-
 MOST_NOTED = 256
 """Tokens whose streams may wait to be copied, so that the memory of streams stays bounded by the store's."""
 
