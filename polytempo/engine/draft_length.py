@@ -17,8 +17,11 @@ MEDIAN_OVER = 9
 """Measurements that a size's median goes over."""
 MOST_SIZES = 32
 """Sizes that are remembered."""
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 4.0
-"""What is believed of drafts before any was examined, as if so many had said so."""
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0
+"""What is believed of drafts before any was examined, as if so many had said so. Hopeful: too high an estimate corrects
+itself within a few drafts, too low a one leaves little to learn from."""
+ROW_WEIGHT = 4.0
+"""How many drafts of a row's own weigh as much as the engine's average."""
 ACCEPTANCE_FADE = 0.995
 """Weight of what became of a row's drafts, per row and verify since: the engine's acceptance is of some 200 of them."""
 EXPLORED = (1, 1, 2, 0)
@@ -207,7 +210,7 @@ class DraftPolicy:
         base, per_token = self.verify_cost.fit()
         draft_base, per_draft = self.draft_cost.fit()
         prior = self.accepted / self.examined
-        chances = np.array([row.stats.recent_acceptance(prior, PRIOR_WEIGHT) for row in rows])
+        chances = np.array([row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows])
         depths = np.arange(1, max(room) + 1)
         gains = np.where(depths <= np.array(room)[:, None], chances[:, None] ** depths, -1.0)
         order = np.argsort(-gains, axis=None, kind="stable")[: sum(room)]
