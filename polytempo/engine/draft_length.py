@@ -185,6 +185,9 @@ class DraftPolicy:
         lengths = self._best(rows, room)
         if any(lengths):
             self.num_idle, self.retry_after = 0, RETRY_FIRST
+            if self.num_drafting >= RETRY_FIRST:
+                # What a step without drafts costs must be seen again too, or one slow step is believed for ever.
+                return [0] * len(rows)
         elif self.num_idle < self.retry_after:
             self.num_idle += 1
         else:
