@@ -104,7 +104,7 @@ class EntryPool:
 
     def holds(self, slot: int, num_tokens: int) -> bool:
         """Whether a slot has the blocks for num_tokens tokens already."""
-        return not any(pool.missing(slot, num_tokens) for pool in self.ratios.values())
+        return all(num_entries(num_tokens, ratio) <= pool.counts[slot] * BLOCK for ratio, pool in self.ratios.items())
 
     def fits(self, wanted: dict[int, int]) -> bool:
         """Whether every slot of `wanted` (slot -> tokens) can have the blocks for so many tokens, all at once."""

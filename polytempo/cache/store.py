@@ -170,7 +170,8 @@ class RowStore:
         self.target_windows.make_room(segments, [layer.window for layer in self.layers])
         for segment in segments:
             self.pool.reserve(segment.slot, segment.end)
-        self.fit()
+        if any(pool.fresh for pool in self.pool.ratios.values()):
+            self.fit()
         tables = {ratio: pool.table for ratio, pool in self.pool.ratios.items()}
         return BatchView.build(segments, self.target_windows, ratios, self.device, tables)
 

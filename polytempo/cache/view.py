@@ -100,7 +100,7 @@ class BatchView:
     per_row_positions: ClassVar[bool] = True
     packed: Packed
     layout: WindowLayout
-    device: torch.device | str
+    device: torch.device
     token_ids: Tensor
     slots: Tensor
     positions: Tensor
@@ -129,7 +129,7 @@ class BatchView:
             The view.
         """
         packed = Packed.build(segments, layout)
-        longest = int(packed.ends.max())
+        longest, device = packed.longest, torch.device(device)
         return cls(
             packed=packed,
             layout=layout,
@@ -149,7 +149,7 @@ class BatchView:
     @property
     def num_columns(self) -> int:
         """Columns of raw keys that the forward spans, where its longest row ends."""
-        return int(self.packed.ends.max())
+        return self.packed.longest
 
     @property
     def most_tokens(self) -> int:
@@ -167,9 +167,9 @@ class BatchView:
         return _to(self.device, self.packed.ends)
 
     @cached_property
-    def last_token_idx(self) -> Tensor:
-        """[R] int64, place of each segment's last token."""
-        return _to(self.device, self.packed.counts.cumsum() - 1)
+    def first_token_idx(self) -> np.ndarray:
+        """[R] int64, place of each segment's first token; of the host, since the step counts with it."""
+        return self.packed.counts.cumsum() - self.packed.counts
 
     @cached_property
     def window_cells(self) -> Tensor:
@@ -191,9 +191,9 @@ class BatchView:
         }
 
 
-def _to(device: torch.device | str, array: np.ndarray) -> Tensor:
+def _to(device: torch.device, array: np.ndarray) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if tensor.device == torch.device(device) else tensor.to(device)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,7 @@ class Packed:
     Attributes:
         counts: [R], tokens of each segment.
         ends: [R], position after each segment's last token.
+        longest: where the longest row ends.
         leads: [R], columns before position 0 of each segment's row.
         segment_of: [T], place of each token's segment.
         slots: [T].
@@ -212,6 +213,7 @@ class Packed:
 
     counts: np.ndarray
     ends: np.ndarray
+    longest: int
     leads: np.ndarray
     segment_of: np.ndarray
     slots: np.ndarray
@@ -220,20 +222,20 @@ class Packed:
 
     @classmethod
     def build(cls, segments: Sequence[Segment], layout: WindowLayout) -> Packed:
-        counts = np.array([len(segment.token_ids) for segment in segments])
-        starts = np.array([segment.start for segment in segments])
-        last = counts.cumsum()
+        counts, starts, slots = np.array(
+            [(len(segment.token_ids), segment.start, segment.slot) for segment in segments], dtype=np.int64
+        ).T
+        token_ids = np.array([token for segment in segments for token in segment.token_ids], dtype=np.int64)
         ends = starts + counts
-        segment_of = np.repeat(np.arange(len(segments)), counts)
-        return cls(
-            counts=counts,
-            ends=ends,
-            leads=layout.leads(ends, int(ends.max()), len(segments)),
-            segment_of=segment_of,
-            slots=np.array([segment.slot for segment in segments])[segment_of],
-            positions=starts[segment_of] + np.arange(last[-1]) - (last - counts)[segment_of],
-            token_ids=np.fromiter((token for s in segments for token in s.token_ids), np.int64, last[-1]),
-        )
+        longest = int(ends.max())
+        segment_of, positions = np.arange(len(segments)), starts
+        if len(token_ids) > len(segments):
+            last = counts.cumsum()
+            segment_of = segment_of.repeat(counts)
+            positions = starts[segment_of] + np.arange(last[-1]) - (last - counts)[segment_of]
+            slots = slots[segment_of]
+        leads = layout.leads(ends, longest, len(segments))
+        return cls(counts, ends, longest, leads, segment_of, slots, positions, token_ids)
 
 
 def _tile_groups(packed: Packed, layout: WindowLayout, to_device) -> tuple[TileGroup, ...]:

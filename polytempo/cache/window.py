@@ -75,7 +75,7 @@ class RingLayout:
 
     def leads(self, ends: np.ndarray, shared_end: int, num_rows: int) -> np.ndarray:
         """Zeros: column p holds position p in every row."""
-        return np.zeros_like(ends)
+        return np.zeros(num_rows, dtype=np.int64)
 
     def cells(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """As `WindowLayout.cells`."""

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
+
+import numpy as np
 
 from polytempo.engine.row import Row
 from polytempo.engine_config import EngineConfig
 
 FORGET = 0.99
 """Weight of a size that was not seen again, per measurement since."""
-MEAN_OVER = 10
-"""Measurements that a size's mean goes over."""
+MEDIAN_OVER = 9
+"""Measurements that a size's median goes over."""
 MOST_SIZES = 32
 """Sizes that are remembered."""
-PRIOR_ACCEPTANCE = 0.5
-PRIOR_WEIGHT = 2.0
-EXPLORED = 3
-"""Timed steps of each kind before the cost model is trusted; the first is cold and counts for nothing."""
-RETRY = 200
-"""Steps without drafts after which one is made to see what it costs now. A stale or unlucky measurement would otherwise
-be believed for ever; one draft in so many steps costs well under 1 %."""
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0
+"""What is believed of drafts before any was examined, as if so many had said so. Hopeful: too high an estimate corrects
+itself within a few drafts, too low a one leaves little to learn from."""
+ROW_WEIGHT = 4.0
+"""How many drafts of a row's own weigh as much as the engine's average."""
+ACCEPTANCE_FADE = 0.995
+"""Weight of what became of a row's drafts, per row and verify since: the engine's acceptance is of some 200 of them."""
+EXPLORED = (1, 1, 2, 0)
+"""Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
+drafts are cold and count for nothing; steps with one draft, with two and without are measured."""
+REST = 8
+"""Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
+RETRY_FIRST, RETRY_MOST = 48, 768
+"""Steps without drafts after which a few rows make one twice, to see what it costs now; a stale or unlucky measurement
+would otherwise be believed for ever. The wait doubles as long as drafts do not pay; both are multiples of REST."""
+RETRY_ROWS = 8
+"""Rows that try, or a quarter of them if those are more: each must first make the keys of a whole window."""
 
 
 def draft_length(row: Row, config: EngineConfig) -> int:
@@ -48,45 +61,48 @@ def draft_length(row: Row, config: EngineConfig) -> int:
 
 @dataclass
 class LinearCost:
-    """Seconds as base + slope · size, by weighted least squares through the recent mean of every size that was seen.
+    """Seconds as base + slope · size, by weighted least squares through the recent median of every size that was seen.
 
-    A mean per size, not a sum over steps: a batch that settles on one size for long would else forget the others, and
-    with them what a token costs.
+    A median per size, not a sum over steps: a batch that settles on one size for long would else forget the others, and
+    with them what a token costs. The low median, since whatever else a machine does makes steps longer, never shorter.
 
     Attributes:
+        is_base: whether seconds are all base, rather than all slope, while only one size was seen.
         count: measurements so far.
-        means: size -> (recent mean seconds, measurements, number of the last one).
+        recent: size -> (last MEDIAN_OVER seconds, number of the last measurement).
     """
 
+    is_base: bool = True
     count: int = 0
-    means: dict[int, tuple[float, int, int]] = field(default_factory=dict)
+    recent: dict[int, tuple[list[float], int]] = field(default_factory=dict)
 
     def record(self, size: int, seconds: float) -> None:
         """Add one measurement; older ones fade, and the first, of cold caches, is not kept."""
         self.count += 1
         if self.count == 1:
             return
-        mean, seen, _ = self.means.get(size, (0.0, 0, 0))
-        seen += 1
-        self.means[size] = (mean + (seconds - mean) / min(seen, MEAN_OVER), seen, self.count)
-        if len(self.means) > MOST_SIZES:
-            del self.means[min(self.means, key=lambda size: self.means[size][2])]
+        seen, _ = self.recent.get(size, ([], 0))
+        self.recent[size] = ([*seen[1 - MEDIAN_OVER :], seconds], self.count)
+        if len(self.recent) > MOST_SIZES:
+            del self.recent[min(self.recent, key=lambda size: self.recent[size][1])]
 
     def fit(self) -> tuple[float, float]:
-        """Base and slope, neither negative. Sizes that never vary tell no slope: all of it is then base."""
-        if not self.means:
+        """Base and slope, neither negative."""
+        if not self.recent:
             return 0.0, 0.0
         points = [
-            (size, mean, min(seen, MEAN_OVER) * max(FORGET ** (self.count - last), 1e-6))
-            for size, (mean, seen, last) in self.means.items()
+            (size, median_low(seen), len(seen) * max(FORGET ** (self.count - last), 1e-6))
+            for size, (seen, last) in self.recent.items()
         ]
+        if len(points) == 1:
+            size, seconds, _ = points[0]
+            return (seconds, 0.0) if self.is_base else (0.0, seconds / size)
         weight = sum(w for _, _, w in points)
         mean_size = sum(w * size for size, _, w in points) / weight
         mean_seconds = sum(w * seconds for _, seconds, w in points) / weight
         variance = sum(w * (size - mean_size) ** 2 for size, _, w in points)
         covariance = sum(w * (size - mean_size) * (seconds - mean_seconds) for size, seconds, w in points)
-        slope = max(0.0, covariance / variance) if variance else 0.0
-        slope = min(slope, mean_seconds / mean_size if mean_size else 0.0)
+        slope = min(max(0.0, covariance / variance), mean_seconds / mean_size)
         return mean_seconds - slope * mean_size, slope
 
 
@@ -94,21 +110,39 @@ class LinearCost:
 class DraftPolicy:
     """Chooses every row's draft length, from its room, its measured acceptance and the measured cost of a step.
 
-    With a fixed draft length every row gets what it has room for. With "auto" drafts are added one depth at a time,
-    to the rows most likely to have them accepted first, for as long as expected tokens per second rise. Whatever
-    it chooses, no output token changes.
+    With a fixed draft length every row gets what it has room for. With "auto", of all drafts that could be made those
+    most likely to be accepted are made, as many as give the most expected tokens per second. Whatever it chooses, no
+    output token changes.
 
     Attributes:
         config: engine options.
         verify_cost: seconds of target forward and sampling by tokens fed, decode steps only.
         draft_cost: seconds of proposing by (draft, row) pairs.
-        num_idle: steps in a row that chose no draft though there was room.
+        examined: drafts of all rows that the target looked at, older ones fading.
+        accepted: of them, accepted.
+        num_drafting: steps in a row that chose a draft. The first may pay for a pause: it is not timed.
+        num_idle: steps in a row that chose none though there was room.
+        retry_after: as many of them as are waited for before drafts are tried again.
+        is_retrying: whether the first of the two steps that try was chosen.
     """
 
     config: EngineConfig
     verify_cost: LinearCost = field(default_factory=LinearCost)
-    draft_cost: LinearCost = field(default_factory=LinearCost)
+    # One draft tells nothing of a second, which takes another forward: until two were seen, it costs as much again.
+    draft_cost: LinearCost = field(default_factory=lambda: LinearCost(is_base=False))
+    examined: float = PRIOR_WEIGHT
+    accepted: float = PRIOR_WEIGHT * PRIOR_ACCEPTANCE
+    num_drafting: int = 0
     num_idle: int = 0
+    retry_after: int = RETRY_FIRST
+    is_retrying: bool = False
+
+    def record(self, row: Row, num_drafted: int, num_accepted: int) -> None:
+        """Take in what became of a row's drafts in one verify."""
+        row.stats.record(num_drafted, num_accepted)
+        if num_drafted:
+            self.examined = ACCEPTANCE_FADE * self.examined + min(num_accepted + 1, num_drafted)
+            self.accepted = ACCEPTANCE_FADE * self.accepted + num_accepted
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """Drafts for each row's next step.
@@ -119,50 +153,76 @@ class DraftPolicy:
         Returns:
             One length per row.
         """
-        room = [draft_length(row, self.config) for row in rows]
-        if self.config.draft_len != "auto":
-            return room
-        is_free = [row.request.params.draft_len is None for row in rows]
-        fixed = [0 if free else most for most, free in zip(room, is_free, strict=True)]
-        free = [place for place, most in enumerate(room) if is_free[place] and most]
-        for place, count in zip(free, self._choose([rows[i] for i in free], [room[i] for i in free]), strict=True):
-            fixed[place] = count
-        return fixed
+        config = self.config
+        if config.draft_len != "auto":
+            return [draft_length(row, config) for row in rows]
+        free = [place for place, row in enumerate(rows) if row.request.params.draft_len is None]
+        lengths = [0] * len(rows)
+        if len(free) < len(rows):
+            lengths = [0 if row.request.params.draft_len is None else draft_length(row, config) for row in rows]
+        if self.num_idle % REST:
+            self.num_idle += 1
+            self.num_drafting = 0
+            return lengths
+        room = [draft_length(rows[place], config) for place in free]
+        for place, count in zip(free, self._choose([rows[place] for place in free], room), strict=True):
+            lengths[place] = count
+        self.num_drafting = self.num_drafting + 1 if any(lengths) else 0
+        return lengths
 
     def _choose(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
-        if self.verify_cost.count < EXPLORED or self.draft_cost.count < EXPLORED:
-            # Vary the size, so that base and slope can be told apart.
-            return [min(most, 1 + self.verify_cost.count % 2) for most in room]
+        """Lengths of rows that leave the choice to the policy, each within its room."""
+        if not any(room):
+            return [0] * len(rows)
+        step = self.verify_cost.count
+        if step < len(EXPLORED):
+            return [min(most, EXPLORED[step]) for most in room]
+        if self.draft_cost.count < 2:
+            return [min(most, 1) for most in room]
+        if self.is_retrying:
+            self.is_retrying = False
+            return self._few(room)
         lengths = self._best(rows, room)
-        self.num_idle = 0 if any(lengths) or not rows else self.num_idle + 1
-        if self.num_idle < RETRY:
-            return lengths
-        self.num_idle = 0
-        return [min(most, 1) for most in room]
+        if any(lengths):
+            self.num_idle, self.retry_after = 0, RETRY_FIRST
+            if self.num_drafting >= RETRY_FIRST:
+                # What a step without drafts costs must be seen again too, or one slow step is believed for ever.
+                return [0] * len(rows)
+        elif self.num_idle < self.retry_after:
+            self.num_idle += 1
+        else:
+            self.num_idle, self.retry_after, self.is_retrying = 0, min(2 * self.retry_after, RETRY_MOST), True
+            return self._few(room)
+        return lengths
+
+    @staticmethod
+    def _few(room: Sequence[int]) -> list[int]:
+        """One draft for the first rows that have room, as many as it takes to tell what drafts cost."""
+        able = [place for place, most in enumerate(room) if most]
+        lengths = [0] * len(room)
+        for place in able[: max(RETRY_ROWS, len(able) // 4)]:
+            lengths[place] = 1
+        return lengths
 
     def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
-        """The lengths of most expected tokens per second."""
+        """The lengths of most expected tokens per second.
+
+        Every draft costs the same, so the best are the likeliest; a row's later drafts are never likelier than those
+        before. A row of which little is known is taken for the engine's average.
+        """
         base, per_token = self.verify_cost.fit()
         draft_base, per_draft = self.draft_cost.fit()
-        chances = [row.stats.recent_acceptance(PRIOR_ACCEPTANCE, PRIOR_WEIGHT) for row in rows]
-        lengths = [0] * len(rows)
-        tokens, seconds = float(len(rows)), base + per_token * len(rows)
-        gains = list(chances)
-        for depth in range(1, max(room, default=0) + 1):
-            able = [place for place, most in enumerate(room) if most >= depth and lengths[place] == depth - 1]
-            able.sort(key=lambda place: -gains[place])
-            best, kept = tokens / seconds if seconds else 0.0, 0
-            new_tokens, new_seconds = tokens, seconds + (draft_base if depth == 1 else 0.0)
-            chosen = (tokens, seconds)
-            for count, place in enumerate(able, start=1):
-                new_tokens += gains[place]
-                new_seconds += per_token + per_draft
-                if new_seconds and new_tokens / new_seconds > best:
-                    best, kept, chosen = new_tokens / new_seconds, count, (new_tokens, new_seconds)
-            if not kept:
-                break
-            tokens, seconds = chosen
-            for place in able[:kept]:
-                lengths[place] = depth
-                gains[place] *= chances[place]
-        return lengths
+        prior = self.accepted / self.examined
+        chances = np.array([row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows])
+        depths = np.arange(1, max(room) + 1)
+        gains = np.where(depths <= np.array(room)[:, None], chances[:, None] ** depths, -1.0)
+        order = np.argsort(-gains, axis=None, kind="stable")[: sum(room)]
+        counts = np.arange(1, len(order) + 1)
+        tokens = len(rows) + gains.ravel()[order].cumsum()
+        seconds = base + draft_base + per_token * len(rows) + (per_token + per_draft) * counts
+        rates = tokens / np.maximum(seconds, 1e-12)
+        best = int(rates.argmax())
+        if rates[best] * (base + per_token * len(rows)) <= len(rows):
+            return [0] * len(rows)
+        chosen = order[: best + 1] // len(depths)
+        return np.bincount(chosen, minlength=len(rows)).tolist()

@@ -35,7 +35,7 @@ def logprob_entries(rows: Sequence[Row], logits: Tensor, token_ids: Tensor) -> l
     Args:
         rows: N, the row of each position.
         logits: [N, V] float32, unprocessed.
-        token_ids: [N] int64, all inside the vocabulary.
+        token_ids: [N] int64; what stands for a token that does not exist counts as token 0.
 
     Returns:
         N entries, None where the row did not ask.
@@ -45,6 +45,7 @@ def logprob_entries(rows: Sequence[Row], logits: Tensor, token_ids: Tensor) -> l
     if asking:
         places = torch.tensor(asking, device=logits.device)
         counts = [rows[place].request.params.logprobs for place in asking]
-        for place, entry in zip(asking, gather_logprobs(logits[places], token_ids[places], counts), strict=True):
+        chosen = token_ids[places].clamp(min=0)
+        for place, entry in zip(asking, gather_logprobs(logits[places], chosen, counts), strict=True):
             entries[place] = entry
     return entries

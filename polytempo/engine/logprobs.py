@@ -22,14 +22,22 @@ _ID_MASK = 0xFFFFFFFF
 def first_argmax(x: Tensor) -> Tensor:
     """Index of each row's highest value, the lowest index among equals.
 
-    torch.argmax promises no particular one of several equal maxima, so the choice is spelled out.
+    torch.argmax promises no particular one of several equal maxima; numpy's promises the first, and takes one pass.
 
     Args:
         x: [N, V], any float dtype.
 
     Returns:
-        [N] int64; V - 1 for a row that holds NaN.
+        [N] int64; for a row that holds NaN, any.
     """
+    if x.device.type == "cpu":
+        floats = x if x.dtype == torch.float64 else x.float()
+        return torch.from_numpy(floats.detach().numpy().argmax(-1))
+    return _first_argmax_anywhere(x)
+
+
+def _first_argmax_anywhere(x: Tensor) -> Tensor:
+    """The same on any device."""
     width = x.shape[-1]
     ids = torch.arange(width, dtype=torch.int32, device=x.device)
     is_best = x == x.amax(-1, keepdim=True)

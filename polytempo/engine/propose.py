@@ -16,6 +16,9 @@ from polytempo.engine.sampling import NO_TOKEN, sample
 from polytempo.engine.target import Target
 from polytempo.model.forward import mtp_forward, mtp_write
 
+MOST_NOTED = 256
+"""Tokens whose streams may wait to be copied, so that the memory of streams stays bounded by the store's."""
+
 
 @dataclass(frozen=True)
 class CaughtUp:
@@ -95,6 +98,8 @@ class MTPProposer:
     its last window are kept and nothing is computed; when it drafts, the keys it lacks are made from them, and the
     whole block runs once per draft for all rows together, each at its own position.
 
+    Streams are kept in the store, many steps at a time: a step that does not draft only notes where they are.
+
     Attributes:
         num_forwards: whole-block forwards so far.
     """
@@ -104,21 +109,30 @@ class MTPProposer:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.num_forwards = 0
+        # Rings of all slots end to end: a row's cell is slot · window + position mod window.
+        self._kept = target.store.mtp_streams.flatten(0, 1)
+        self._window = target.model.config.sliding_window
+        self._noted: list[tuple[list[tuple[int, int, int, int]], Tensor]] = []
+        self._num_noted = 0
 
-    @torch.inference_mode()
     def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
-        """As `Proposer.propose`; the last committed pair of a drafting row goes through the whole block."""
+        """As `Proposer.propose`, in the step's inference mode.
+
+        The last committed pair of a drafting row goes through the whole block.
+        """
         writing, waiting = [], []
         for item, draft_len in zip(rows, draft_lens, strict=True):
             item.row.drafts = []
             (writing if draft_len or self._is_kept(item) else waiting).append((item, draft_len))
-        self._write_keys(writing, streams)
-        self._keep_streams([item for item, _ in waiting], streams)
+        if writing:
+            self._write_keys(writing, streams)
+        if waiting:
+            self._note_streams([item for item, _ in waiting], streams)
         drafting = [(item, draft_len) for item, draft_len in writing if draft_len]
         if not drafting:
             return
         last = [item.token_idx + item.row.kv_len - 1 - item.start for item, _ in drafting]
-        chain, previous = drafting, streams[torch.tensor(last, device=streams.device)]
+        chain, previous = drafting, _select(streams, last)
         for depth in range(max(draft_lens)):
             chain, previous = self._extend(chain, previous, depth)
             if not chain:
@@ -138,8 +152,8 @@ class MTPProposer:
 
     def _write_keys(self, rows: Sequence[tuple[CaughtUp, int]], streams: Tensor) -> None:
         """Write the keys that rows lack of their last window, but for the pair that the whole block will write."""
-        window, kept = self.target.model.config.sliding_window, self.target.store.mtp_streams
-        segments, token_idx, slots, cells = [], [], [], []
+        window = self._window
+        segments, token_idx, cells = [], [], []
         for item, draft_len in rows:
             row = item.row
             start, end = max(row.mtp_len, item.start - window + 1), row.kv_len - (1 if draft_len else 0)
@@ -148,37 +162,38 @@ class MTPProposer:
                 continue
             segments.append(Segment(row.slot, start, row.tokens(start + 1, end + 1)))
             earlier = range(start, min(item.start, end))
-            token_idx += range(len(streams) + len(slots), len(streams) + len(slots) + len(earlier))
-            slots += [row.slot] * len(earlier)
-            cells += [position % window for position in earlier]
+            token_idx += range(len(streams) + len(cells), len(streams) + len(cells) + len(earlier))
+            cells += [row.slot * window + position % window for position in earlier]
             now = max(start, item.start) - item.start
             token_idx += range(item.token_idx + now, item.token_idx + end - item.start)
         if not segments:
             return
-        if slots:
-            place = torch.tensor(slots, device=streams.device), torch.tensor(cells, device=streams.device)
-            streams = torch.cat((streams, kept[place]))
-        inputs, target = streams[torch.tensor(token_idx, device=streams.device)], self.target
+        if cells:
+            self._keep_streams()
+            streams = torch.cat((streams, self._kept[torch.tensor(cells, device=streams.device)]))
+        inputs, target = _select(streams, token_idx), self.target
         mtp_write(target.model, target.tables, target.store, target.store.mtp_view(segments), inputs)
 
-    def _keep_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
-        """Keep what later keys are made of: the streams of each row's last window of committed positions."""
-        window, kept = self.target.model.config.sliding_window, self.target.store.mtp_streams
-        if len(rows) == len(streams):
-            # One token each, and nobody else's: the step of a batch that does not speculate must not pay for the rest.
-            places = [item.row.slot for item in rows], [item.start % window for item in rows]
-            kept[tuple(torch.tensor(place, device=kept.device) for place in places)] = streams
-            return
-        token_idx, slots, cells = [], [], []
-        for item in rows:
-            positions = range(max(item.start, item.row.kv_len - window), item.row.kv_len)
-            offset = item.token_idx - item.start
-            token_idx += range(positions.start + offset, positions.stop + offset)
-            slots += [item.row.slot] * len(positions)
-            cells += [position % window for position in positions]
-        if slots:
-            place, chosen, ring = torch.tensor([token_idx, slots, cells], device=streams.device)
-            kept[chosen, ring] = streams[place]
+    def _note_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
+        """Note the streams that later keys are made of: those of each row's last window of committed positions."""
+        self._noted.append(([(x.row.slot, x.start, x.row.kv_len, x.token_idx) for x in rows], streams))
+        self._num_noted += len(streams)
+        if self._num_noted >= MOST_NOTED:
+            self._keep_streams()
+
+    def _keep_streams(self) -> None:
+        """Copy the noted streams to their cells; of those with the same cell, the last."""
+        token_of: dict[int, int] = {}
+        window, offset = self._window, 0
+        for rows, noted in self._noted:
+            for slot, start, end, token_idx in rows:
+                for position in range(max(start, end - window), end):
+                    token_of[slot * window + position % window] = offset + token_idx + position - start
+            offset += len(noted)
+        if token_of:
+            cells, token_idx = torch.tensor([[*token_of], [*token_of.values()]], device=self._kept.device)
+            self._kept[cells] = torch.cat([noted for _, noted in self._noted])[token_idx]
+        self._noted, self._num_noted = [], 0
 
     def _extend(
         self, chain: list[tuple[CaughtUp, int]], previous: Tensor, depth: int
@@ -203,4 +218,13 @@ class MTPProposer:
                     kept.append(place)
         if not kept:
             return [], output
-        return [chain[place] for place in kept], output[torch.tensor(kept, device=output.device)]
+        return [chain[place] for place in kept], _select(output, kept)
+
+
+def _select(streams: Tensor, token_idx: Sequence[int]) -> Tensor:
+    """streams[token_idx], without a copy if these are all of them in order, or one."""
+    if len(token_idx) == 1:
+        return streams[token_idx[0] : token_idx[0] + 1]
+    if len(token_idx) == len(streams) and list(token_idx) == list(range(len(streams))):
+        return streams
+    return streams[torch.tensor(token_idx, device=streams.device)]

@@ -94,7 +94,7 @@ class SampledTokens:
 
     def failures(self) -> dict[int, str]:
         """Why each position without a token has none, by its index; empty in the normal case."""
-        failed = (self.token_ids == NO_TOKEN).nonzero().flatten().tolist()
+        failed = [index for index, token_id in enumerate(self.token_ids.tolist()) if token_id == NO_TOKEN]
         return {
             index: "allowed_token_ids, the grammar, bad_words and min_tokens together leave no token to draw"
             if bool(self.is_finite[index])
@@ -144,7 +144,7 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledToke
 
 def _sample_plain(logits: Tensor) -> SampledTokens:
     """Greedy without options: one argmax, whose maximum also tells whether the row is finite."""
-    is_finite = logits.amax(-1).isfinite()
+    is_finite = logits.amax(-1).abs() < torch.inf
     token_ids = first_argmax(logits).masked_fill_(~is_finite, NO_TOKEN)
     return SampledTokens(token_ids, is_finite, torch.ones_like(is_finite))
 

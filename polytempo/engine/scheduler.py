@@ -138,7 +138,9 @@ class Scheduler:
         budget = self.config.max_step_tokens - len(decoding)
         planned = []
         for row in decoding:
-            num_drafts = self._room(row, 1 + min(len(row.drafts), budget)) - 1
+            num_drafts = min(len(row.drafts), budget)
+            if num_drafts:
+                num_drafts = self._room(row, 1 + num_drafts) - 1
             planned.append(self._planned(row, 1, row.drafts[:num_drafts]))
             budget -= num_drafts
         if decoding and self.config.mixed_prompt_tokens is not None:

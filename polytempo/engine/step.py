@@ -60,33 +60,36 @@ def run_step(
     packed = time.perf_counter()
     streams = target_forward(target.model, target.tables, target.store, view)
     forwarded = time.perf_counter()
-    lasts = view.last_token_idx.tolist()
-    firsts = [last - len(segment.token_ids) + 1 for segment, last in zip(segments, lasts, strict=True)]
+    firsts = view.first_token_idx.tolist()
     _record_prompt_logprobs(target, planned, firsts, streams)
     verifying = [place for place, item in enumerate(planned) if item.reaches_end]
     for item in planned:
         item.row.kv_len = item.segment.end - item.num_drafts
     if verifying:
-        _verify(target, mode, [planned[place] for place in verifying], [firsts[place] for place in verifying], streams)
+        chosen = [planned[place] for place in verifying], [firsts[place] for place in verifying]
+        _verify(target, policy, mode, *chosen, streams)
     going_on = [CaughtUp(item.row, item.segment.start, first)
                 for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
     verified = time.perf_counter()
+    # A prompt's tokens cost less than as many verify positions, and would pass for cheap drafts.
+    is_timed = view.num_tokens == len(planned) + sum(item.num_drafts for item in planned)
+    if is_timed:
+        policy.verify_cost.record(view.num_tokens, verified - started)
     draft_lens = policy.lengths([item.row for item in going_on])
     proposer.propose(going_on, streams, draft_lens)
     proposed = time.perf_counter()
     if target.prefix_cache is not None:
         for item in going_on:
             target.prefix_cache.keep(item.row, item.start, streams[item.token_idx :])
-    if len(verifying) == len(planned):
-        policy.verify_cost.record(view.num_tokens, verified - started)
-        if any(draft_lens):
-            policy.draft_cost.record(sum(draft_lens), proposed - verified)
+    if is_timed and policy.num_drafting > 1:
+        policy.draft_cost.record(sum(draft_lens), proposed - verified)
     return StepSeconds(packed - started, forwarded - packed, verified - forwarded, proposed - verified)
 
 
 def _verify(
-    target: Target, mode: AdvanceMode, planned: Sequence[PlannedRow], firsts: Sequence[int], streams: Tensor
-) -> None:
+    target: Target, policy: DraftPolicy, mode: AdvanceMode, planned: Sequence[PlannedRow], firsts: Sequence[int],
+    streams: Tensor,
+) -> None:  # fmt: skip
     """Sample the target's token at every verify position of all rows at once, accept, commit."""
     token_idx, positions, rows = [], [], []
     for item, first in zip(planned, firsts, strict=True):
@@ -94,10 +97,12 @@ def _verify(
         token_idx += range(last_token, last_token + item.num_drafts + 1)
         positions += [sampling_position(item.row, item.drafts[:place]) for place in range(item.num_drafts + 1)]
         rows += [item.row] * (item.num_drafts + 1)
-    logits = target.model.logits(streams[torch.tensor(token_idx, device=streams.device)]).float()
+    if len(token_idx) < len(streams):
+        streams = streams[torch.tensor(token_idx, device=streams.device)]
+    logits = target.model.logits(streams).float()
     drawn = sample(logits, positions)
     failures = drawn.failures()
-    entries = logprob_entries(rows, logits, drawn.token_ids.clamp(min=0))
+    entries = logprob_entries(rows, logits, drawn.token_ids)
     token_ids = [None if place in failures else token for place, token in enumerate(drawn.token_ids.tolist())]
     starts, verdicts = [], []
     place = 0
@@ -106,7 +111,7 @@ def _verify(
         verdicts.append(accept(item.drafts, token_ids[place : place + item.num_drafts + 1]))
         place += item.num_drafts + 1
     for item, verdict in zip(planned, verdicts, strict=True):
-        item.row.stats.record(item.num_drafts, verdict.num_accepted)
+        policy.record(item.row, item.num_drafts, verdict.num_accepted)
     verdicts = advance(verdicts, mode)
     for item, verdict, start in zip(planned, verdicts, starts, strict=True):
         _commit(item, verdict, entries[start:], target.config.max_model_len)

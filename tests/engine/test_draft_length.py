@@ -1,8 +1,19 @@
 """How many drafts a row gets: the room it has, and what measured acceptance and cost say pays."""
 
+import itertools
+
 import pytest
 
-from polytempo.engine.draft_length import EXPLORED, RETRY, DraftPolicy, LinearCost, draft_length
+from polytempo.engine.draft_length import (
+    EXPLORED,
+    MOST_SIZES,
+    REST,
+    RETRY_FIRST,
+    RETRY_MOST,
+    DraftPolicy,
+    LinearCost,
+    draft_length,
+)
 from polytempo.engine.row import Request, Row
 from polytempo.engine.stats import DraftStats
 from polytempo.engine_config import AUTO_MAX_DRAFTS, EngineConfig
@@ -69,10 +80,11 @@ def test_linear_cost_recovers_a_line_and_forgets():
         for size in (1, 5):
             cost.record(size, 2.0 + 0.1 * size)
     assert cost.fit() == pytest.approx((2.0, 0.1), rel=1e-2)
-    constant = LinearCost()
-    for _ in range(5):
-        constant.record(3, 0.9)
-    assert constant.fit() == pytest.approx((0.9, 0.0))
+    for is_base, expected in ((True, (0.9, 0.0)), (False, (0.0, 0.3))):
+        constant = LinearCost(is_base)
+        for _ in range(5):
+            constant.record(3, 0.9)
+        assert constant.fit() == pytest.approx(expected)
     noisy = LinearCost()
     for size, seconds in ((1, 9.0), (1, 2.0), (8, 1.0)):
         noisy.record(size, seconds)
@@ -93,7 +105,7 @@ def test_sizes_are_remembered_in_bounds():
     cost = LinearCost()
     for size in range(1000):
         cost.record(size, 1.0 + size)
-    assert len(cost.means) <= 32 and cost.fit() == pytest.approx((1.0, 1.0), rel=1e-3)
+    assert len(cost.recent) <= MOST_SIZES and cost.fit() == pytest.approx((1.0, 1.0), rel=1e-3)
 
 
 def test_auto_drafts_where_it_pays():
@@ -129,33 +141,102 @@ def test_auto_is_the_best_of_all_uniform_lengths():
                 propose = draft_base + per_draft * drafts if drafts else 0.0
                 return tokens / (base + per_token * (num_rows + drafts) + propose)
 
+            policy.num_idle = 0  # decide now
             chosen = rate(policy.lengths(rows))
             assert chosen >= max(rate([k] * num_rows) for k in range(AUTO_MAX_DRAFTS + 1)) * 0.999
 
 
-def test_auto_respects_a_requests_own_length_and_explores_first():
+def test_auto_respects_a_requests_own_length():
     dear = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
     assert dear.lengths([make_row(acceptance=0.9, draft_len=3), make_row(acceptance=0.9)]) == [3, 0]
-    fresh = DraftPolicy(EngineConfig())
+
+
+def test_auto_explores_first():
+    """One draft, none, two: what a token and a draft cost is measured, on few steps, before either is believed."""
+    policy, row = DraftPolicy(EngineConfig()), make_row()
     seen = []
-    for _ in range(EXPLORED):
-        seen += fresh.lengths([make_row()])
-        fresh.verify_cost.record(1 + seen[-1], 1.0)
-    assert len(set(seen)) > 1
+    for _ in range(len(EXPLORED)):
+        seen.append(policy.lengths([row])[0])
+        policy.verify_cost.record(1 + seen[-1], 0.01 + seen[-1])
+        if seen[-1]:
+            policy.draft_cost.record(seen[-1], 1.0)
+    assert seen == list(EXPLORED) and sum(count > 0 for count in seen) == 3
+    assert len(policy.verify_cost.recent) == 3
+    assert policy.lengths([row]) == [0], "dear drafts"
+    cold = DraftPolicy(EngineConfig())
+    for size in range(1, 9):
+        cold.verify_cost.record(size, 1.0)
+    assert cold.lengths([row]) == [1], "no draft was timed yet"
 
 
 def test_auto_tries_again_after_many_steps_without_drafts():
-    """Once in RETRY steps, one draft for every row that has room; what was measured then decides on."""
+    """One draft for every row that has room, ever more seldom; what was measured then decides on."""
     policy = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
     rows = [make_row(acceptance=0.9), make_row(acceptance=0.9, max_tokens=4)]
-    chosen = [policy.lengths(rows) for _ in range(2 * RETRY)]
-    assert [place for place, lengths in enumerate(chosen) if any(lengths)] == [RETRY - 1, 2 * RETRY - 1]
-    assert chosen[RETRY - 1] == [1, 0]
+    chosen = [policy.lengths(rows) for _ in range(8 * RETRY_MOST)]
+    tried = [-1, *(place for place, lengths in enumerate(chosen) if any(lengths))]
+    assert tried[2::2] == [place + 1 for place in tried[1::2]], "twice: the first pays for the pause"
+    tried = [-1, *tried[2::2]]
+    waits = [after - before - 2 for before, after in itertools.pairwise(tried)]
+    assert waits[:5] == [RETRY_FIRST * 2**k for k in range(5)] == [*waits[:4], RETRY_MOST]
+    assert set(waits[5:]) == {RETRY_MOST} and len(waits) > 7
+    assert chosen[tried[1]] == [1, 0]
+    many = [make_row(acceptance=0.9) for _ in range(64)]
+    policy.num_idle = policy.retry_after
+    assert sum(policy.lengths(many)) == 16, "a quarter"
+    policy.num_idle, policy.is_retrying = 0, False
     for _ in range(40):
         for size in range(1, 9):
             policy.verify_cost.record(size, 0.1 + 0.0005 * size)
             policy.draft_cost.record(size, 0.001 * size)
-    assert [policy.lengths(rows)[0] for _ in range(2 * RETRY)] == [AUTO_MAX_DRAFTS] * 2 * RETRY
+    chosen = [policy.lengths(rows)[0] for _ in range(4 * RETRY_FIRST + 4)]
+    cycle = [AUTO_MAX_DRAFTS] * RETRY_FIRST + [0]
+    start = chosen.index(0)
+    assert start <= RETRY_FIRST and chosen[start + 1 :][: 2 * len(cycle)] == cycle * 2, "a step without, now and then"
+    assert policy.retry_after == RETRY_FIRST
+
+
+def test_auto_rests_while_drafts_do_not_pay():
+    """A decision to make none holds for REST steps, but for rows whose request names a length."""
+    policy = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
+    row, own = make_row(acceptance=0.9), make_row(draft_len=3)
+    assert policy.lengths([row]) == [0]
+    for size in range(1, 9):
+        for _ in range(9):
+            policy.verify_cost.record(size, 1.0)
+            policy.draft_cost.record(size, 1e-6)
+    chosen = [policy.lengths([own, row]) for _ in range(REST)]
+    assert chosen == [[3, 0]] * (REST - 1) + [[3, AUTO_MAX_DRAFTS]]
+
+
+def test_a_step_that_was_held_up_decides_nothing():
+    """Costs are medians: one step among neighbours' noise is no reason to stop drafting, nor to start."""
+    policy = policy_with(base=1.0, per_token=0.001, draft_base=0.0, per_draft=0.001)
+    for size in range(1, 9):
+        policy.verify_cost.record(size, 1.0 + 0.001 * size)
+    for size in (1, 5):
+        policy.verify_cost.record(size, 50.0)
+    assert policy.verify_cost.fit() == pytest.approx((1.0, 0.001))
+    assert policy.lengths([make_row(acceptance=0.95)]) == [AUTO_MAX_DRAFTS]
+
+
+def test_depths_pay_together():
+    """The first draft alone loses to its fixed cost; with those after it, it pays."""
+    policy = policy_with(base=1.0, per_token=0.1, draft_base=1.1, per_draft=0.1)
+    assert 1.98 / (1.1 + 1.1 + 0.2) < 1 / 1.1 < sum(0.98**k for k in range(5)) / (1.1 + 1.1 + 4 * 0.2)
+    assert policy.lengths([make_row(acceptance=0.98)])[0] > 1
+
+
+def test_new_rows_are_taken_for_the_average():
+    """What other rows' drafts came to is believed of a row that has not drafted yet."""
+    for accepted, expected in ((1, AUTO_MAX_DRAFTS), (0, 0)):
+        policy = policy_with(base=1.0, per_token=0.2, draft_base=0.05, per_draft=0.2)
+        other = make_row()
+        for _ in range(100):
+            policy.record(other, 1, accepted)
+            policy.record(other, 0, 0)
+        assert other.stats.num_drafted == 100 and other.stats.num_accepted == 100 * accepted
+        assert policy.lengths([make_row()]) == [expected], accepted
 
 
 def test_recent_acceptance_fades_towards_the_prior():

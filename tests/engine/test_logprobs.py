@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polytempo.engine.logprobs import first_argmax, gather_logprobs, log_normaliser, ranked_ids
+from polytempo.engine.logprobs import _first_argmax_anywhere, first_argmax, gather_logprobs, log_normaliser, ranked_ids
 from polytempo.errors import InvariantError
 
 
@@ -68,7 +68,9 @@ def test_ranking_orders_every_float_and_ties_by_id():
         _, expected = torch.sort(row, dim=-1, descending=True, stable=True)
         for count in (0, 1, 5, row.shape[-1] - 1, row.shape[-1]):
             assert torch.equal(ranked_ids(row, count), expected[:, :count])
-        assert torch.equal(first_argmax(row), expected[:, 0])
+        for argmax in (first_argmax, _first_argmax_anywhere):
+            assert torch.equal(argmax(row), expected[:, 0])
+            assert torch.equal(argmax(row.double()), expected[:, 0])
 
 
 def test_sizes_that_disagree_are_named():

@@ -26,6 +26,7 @@ from speculation_support import (
 )
 from support import TINY
 
+from polytempo.engine import propose
 from polytempo.llm import LLM
 from polytempo.types import SamplingParams
 
@@ -155,6 +156,44 @@ def test_keys_after_a_pause_are_whole(pause):
     never, after = keys
     assert len(after) >= 15 and after.keys() <= never.keys()
     assert all(torch.equal(never[length], kept) for length, kept in after.items())
+
+
+@pytest.mark.parametrize("most", [1, 7, 60, 10_000])
+def test_streams_wait_in_bounds(most, monkeypatch):
+    """Streams of rows that pause wait together to be copied: how many changes no draft, and is bounded."""
+    monkeypatch.setattr(propose, "MOST_NOTED", most)
+    llm = make_llm(model_of(), draft_len=2)
+    proposer = llm.engine.proposer = MTPUnderScript(llm.engine.target, None, lambda number: number % 25 < 20)
+    rows = [llm.rows_of(list(prompt_of(length)), replace(SHORT, max_tokens=60))[0] for length in (3, 126, 20)]
+    for row in rows:
+        llm.engine.add([row])
+    waiting: list[int] = []
+    drive(llm, after_step=lambda _: waiting.append(proposer._num_noted))
+    assert max(waiting) < most and (max(waiting) > 100) == (most > 1000)
+    assert assert_reference(proposer, rows, replace(GREEDY, max_tokens=60)) > 8
+
+
+def test_select():
+    streams = torch.arange(12.0).view(4, 3)
+    for token_idx in ([2], [0, 1, 2, 3], [1, 0, 2, 3], [3, 1]):
+        assert torch.equal(propose._select(streams, token_idx), streams[torch.tensor(token_idx)])
+    assert propose._select(streams, range(4)) is streams
+
+
+def test_only_decode_steps_are_timed():
+    """Prompt tokens are cheaper than verify positions, and the drafts after a pause dearer: neither says what pays."""
+    llm = make_llm(model_of(), draft_len="auto", max_chunk=60)
+    engine, (row,) = llm.engine, llm.rows_of(list(prompt_of(40)), SHORT)
+    plan = iter([[1], [1], [0], [2], [1], [0], [0], [1]])
+    verifies, proposals = [], []
+    engine.policy._choose = lambda rows, room: next(plan, [0])
+    engine.policy.verify_cost.record = lambda size, seconds: verifies.append(size)
+    engine.policy.draft_cost.record = lambda size, seconds: proposals.append(size)
+    engine.add([row])
+    for _ in range(8):
+        engine.step()
+    assert verifies == [2, 2, 1, 3, 2, 1, 1]
+    assert proposals == [1, 1]
 
 
 def test_no_forward_while_no_row_drafts():
