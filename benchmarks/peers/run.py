@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FORMS = ("official", "hf", "bf16")
+POLL_S = 0.5
 GRACE_S = 10  # for an engine to end by itself after its last word
 FIGURES = ("tokens_per_second", "step_ms", "prefill_tokens_per_second")
 
@@ -129,13 +131,23 @@ def figures(words: list[str], limit: float) -> Iterator[dict]:
     for reader in readers:
         reader.start()
     try:
-        while (line := lines.get(timeout=limit)) is not None:
+        heard = time.monotonic()
+        while time.monotonic() - heard < limit:
+            try:
+                line = lines.get(timeout=POLL_S)
+            except queue.Empty:
+                if process.poll() is not None:
+                    break  # a process that it started keeps the pipe open
+                continue
+            if line is None:
+                break
             if line.startswith("{"):
+                heard = time.monotonic()
                 yield json.loads(line)
-    except queue.Empty:
-        process.kill()
-        yield {"failed": f"no further figure in {limit:.0f} s"}
-        return
+        else:
+            process.kill()
+            yield {"failed": f"no further figure in {limit:.0f} s"}
+            return
     finally:
         code = end_group(process)
         for reader in readers:
