@@ -116,6 +116,7 @@ def cache_bytes(model: DeepseekV4, contexts: Sequence[int], repeat: int) -> dict
             _give_back()
             before = _resident_bytes()
             store, shape = filled_store(model, 1, context)
+            _give_back()  # what filling needed besides
             if before is not None:
                 resident.append((_resident_bytes() - before) / context)
         itemsize, key = model.dtype.itemsize, str(context)

@@ -3,7 +3,7 @@
     python benchmarks/peers/make_checkpoint.py DIR
 
 Hidden 512, 8 layers, 8 heads of 512, 64 experts of 256, top 6, vocabulary 4,096: small enough for two cores, and in the
-family's proportions. bf16 has the official names, and weights that are not quantised. A form that is there already stays.
+family's shape. bf16 has the official names, and weights that are not quantised. A form that is there already stays.
 Random weights say nothing about acceptance; the demo model is for that.
 """
 

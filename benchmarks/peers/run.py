@@ -4,7 +4,7 @@
         [--prompt-lens 256,2048,16384] [--dtype bfloat16,float32] [--modes none,auto] [--python vllm=FILE]
 
 DIR is what make_checkpoint.py wrote; forms that lack are made. Engines take turns; of the repeats the median counts. An
-engine runs in the interpreter that --python names for it, else in .venv-NAME beside pyproject.toml if there is one, else
+engine runs in the interpreter that --python names for it, else in .venv-NAME beside pyproject.toml if there is, else
 in this one; README.md says how these are made. What does not start, fails, or has no figure for --time-limit seconds is
 in the table with its reason. Ratios are to transformers at the same dtype. The last line is JSON.
 """
@@ -184,8 +184,8 @@ def table(rows: list[dict]) -> str:
         if "failed" in row:
             lines.append(f"{head}  skipped: {row['failed']}")
             continue
-        lines.append(f"{head}{row.get('tokens_per_second', '-'):>10}{ratio(row, rows, FIGURES[0]):>7}"
-                     f"{row.get('step_ms', '-'):>10}{row[FIGURES[2]]:>15}{ratio(row, rows, FIGURES[2]):>7}")  # fmt: skip
+        lines.append(f"{head}{row.get(FIGURES[0], '-'):>10}{ratio(row, rows, FIGURES[0]):>7}"
+                     f"{row.get(FIGURES[1], '-'):>10}{row[FIGURES[2]]:>15}{ratio(row, rows, FIGURES[2]):>7}")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/peers/to_gguf.py LLAMA_CPP DIR
 
-LLAMA_CPP is a source tree of llama.cpp. Its own converter does the work, but for the vocabulary: a random checkpoint has
+LLAMA_CPP is a source tree of llama.cpp. Its own converter does the work, but for the vocabulary: a random model has
 none, so the file says "none" and how many tokens there are. Needs torch and transformers.
 """
 
