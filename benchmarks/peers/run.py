@@ -1,6 +1,6 @@
 """Run engines one after the other on one checkpoint, each in a process of its own, and print one table.
 
-    python benchmarks/peers/run.py DIR [--engines polytempo,transformers,vllm,llama.cpp] [-b 1,8,32,128] [--repeat 3]
+    python benchmarks/peers/run.py DIR [--engines polytempo,transformers,vllm,llama.cpp] [-b 1,8,32,128] [--repeat 1]
         [--prompt-lens 256,2048,16384] [--dtype bfloat16,float32] [--modes none,auto] [--python vllm=FILE]
 
 DIR is what make_checkpoint.py wrote; forms that lack are made. Engines take turns; of the repeats the median counts. An
@@ -184,8 +184,10 @@ def table(rows: list[dict]) -> str:
         if "failed" in row:
             lines.append(f"{head}  skipped: {row['failed']}")
             continue
-        lines.append(f"{head}{row.get(FIGURES[0], '-'):>10}{ratio(row, rows, FIGURES[0]):>7}"
-                     f"{row.get(FIGURES[1], '-'):>10}{row[FIGURES[2]]:>15}{ratio(row, rows, FIGURES[2]):>7}")  # fmt: skip
+        lines.append(
+            f"{head}{row.get(FIGURES[0], '-'):>10}{ratio(row, rows, FIGURES[0]):>7}{row.get(FIGURES[1], '-'):>10}"
+            f"{row[FIGURES[2]]:>15}{ratio(row, rows, FIGURES[2]):>7}"
+        )
     return "\n".join(lines)
 
 
@@ -194,14 +196,14 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("-b", "--batch", default="1,8,32,128")
+    parser.add_argument("-b", "--batch", default="1,8,32")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompt-lens", default="256,2048,16384", help="of one row, for prefill alone; '' for none")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--modes", default="none,auto", help="of polytempo: without drafts, and with what pays")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--threads", type=int, help="of llama.cpp; others follow OMP_NUM_THREADS")
-    parser.add_argument("--time-limit", type=float, default=120.0, help="most seconds for one figure")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="most seconds for one figure")
     parser.add_argument("--memory-gib", type=float, default=12.0, help="most memory of an engine; not of vllm")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=FILE", help="its interpreter")
     options = parser.parse_args()

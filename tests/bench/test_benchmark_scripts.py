@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -17,7 +18,15 @@ from polytempo.checkpoint import export_model
 
 ROOT = Path(polytempo.__file__).parents[1]
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "peers")]
+
+
+def script_module(file: str):
+    """A script as a module; under a name of its own, since tests/mutations has a run.py too."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{Path(file).stem}", SCRIPTS / file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def last_line(script: str, *arguments: object) -> dict:
@@ -55,9 +64,9 @@ def test_every_curve_on_a_tiny_checkpoint(tiny_checkpoint, tmp_path):
         assert sum(sizes["parts"][context].values()) == pytest.approx(sizes["tensors"][context])
 
 
-def test_points_that_the_model_has_no_positions_for_are_said(tiny_checkpoint, capsys):
-    import scale
-
+def test_points_that_the_model_has_no_positions_for_are_said(tiny_checkpoint, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    scale = script_module("scale.py")
     bench = scale.Bench(scale.QUICK, tiny_checkpoint, tiny_checkpoint)
     assert bench._within((128, 1022, 1023)) == [128, 1022]
     assert "1023 tokens: skipped, the model has 1024 positions" in capsys.readouterr().out
@@ -80,14 +89,14 @@ def test_start_by_phase():
     ("import subprocess; subprocess.Popen(['sleep', '60']); raise SystemExit('no start')", 30, ["no start"]),
 ])  # fmt: skip
 def test_an_engine_that_fails_is_skipped_with_its_reason(code, limit, expected):
-    import run
+    run = script_module("peers/run.py")
 
     found = list(run.figures([sys.executable, "-c", code], limit))
     assert found == [one if isinstance(one, dict) else {"failed": one} for one in expected]
 
 
 def test_ratios_are_to_transformers_at_the_same_dtype_and_size():
-    import run
+    run = script_module("peers/run.py")
 
     def row(engine, dtype, size, speed):
         return {"engine": engine, "dtype": dtype, "mode": "none", "kind": "decode", "size": size,
@@ -104,7 +113,7 @@ def test_ratios_are_to_transformers_at_the_same_dtype_and_size():
 
 
 def test_the_median_of_repeats_counts_unless_one_failed():
-    import run
+    run = script_module("peers/run.py")
 
     base = {"engine": "polytempo", "kind": "prefill", "size": 64}
     taken = [{**base, "prefill_tokens_per_second": speed} for speed in (30.0, 10.0, 20.0)]
