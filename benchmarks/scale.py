@@ -108,13 +108,14 @@ class Bench:
         return parts.loading(self.model, self.sizes.dtypes, self.sizes.repeat)
 
 
-def draw(axes, points: dict[str, dict], label: str, get: Callable[[dict], dict] = lambda point: point) -> None:
+def draw(axes, points: dict[str, dict], label: str, get: Callable[[dict], dict] = lambda point: point,
+         color: str | None = None) -> None:  # fmt: skip
     """One line with the range of its runs."""
     figures = {int(x): get(point) for x, point in points.items()}
     low = [one["median"] - one["min"] for one in figures.values()]
     high = [one["max"] - one["median"] for one in figures.values()]
     axes.errorbar(list(figures), [one["median"] for one in figures.values()], (low, high), marker="o", capsize=3,
-                  label=label)  # fmt: skip
+                  label=label, color=color)  # fmt: skip
 
 
 def plot(name: str, result: dict, path: Path) -> None:
@@ -138,10 +139,9 @@ def plot(name: str, result: dict, path: Path) -> None:
                  title="State of one row")  # fmt: skip
     elif name == "batch":
         draw(axes, result["step_ms"], "ms per step")
-        draw(axes.twinx(), result["tokens_per_second"], "tokens per second")
+        draw(axes.twinx(), result["tokens_per_second"], "tokens per second", color="tab:orange")
         axes.set(xscale="log", xlabel="rows", ylabel="ms per step", ylim=0, title="Decode step by rows")
         figure.axes[1].set(ylabel="tokens per second (orange)", ylim=0)
-        figure.axes[1].lines[0].set_color("tab:orange")
     elif name == "drafts":
         for kind in ("own", "scripted"):
             if kind in result:
