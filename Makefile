@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long exactness mutants invariance soak bench lint train-demo clean
+.PHONY: help demo test test-long exactness mutants invariance soak bench curves startup lint train-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,12 @@ soak: $(READY)  ## ten minutes of clients that come, vanish and send nonsense; S
 
 bench: $(READY)  ## engine steps in C++ against torch, as ratios, beside the last committed ones
 	$(BIN)/python benchmarks/regression.py $(ARGS)
+
+curves: $(READY)  ## engine steps, state, prefill and loading by size, with plots in runs/scale
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py $(ARGS)
+
+startup: $(READY)  ## time to the first token from the start of the process
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/startup.py $(ARGS)
 
 lint: $(READY)  ## style checks
 	$(BIN)/ruff check .

@@ -1,9 +1,10 @@
-"""Write one random checkpoint in both published forms, for every engine to run: DIR/official and DIR/hf.
+"""Write one random checkpoint in every form that an engine reads: DIR/official, DIR/hf, and DIR/bf16.
 
     python benchmarks/peers/make_checkpoint.py DIR
 
 Hidden 512, 8 layers, 8 heads of 512, 64 experts of 256, top 6, vocabulary 4,096: small enough for two cores, and in the
-family's proportions. Random weights say nothing about acceptance; the demo model is for that.
+family's shape. bf16 has the official names, and weights that are not quantised. A form that is there already stays.
+Random weights say nothing about acceptance; the demo model is for that.
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ CONFIG = {
     "compress_ratios": [0, 0, 4, 128, 4, 128, 4, 0, 0], "num_nextn_predict_layers": 1,
     "max_position_embeddings": 131072,
 }  # fmt: skip
+FORMS = {"official": {"quantise": "fp8-fp4"}, "hf": {"to": "huggingface"}, "bf16": {}}
 
 
-def main() -> None:
-    """Make the weights once, export them twice."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+def random_weights() -> DeepseekV4:
+    """The model, the same every time."""
     torch.manual_seed(0)
     model = DeepseekV4(ModelConfig.from_dict(CONFIG), torch.bfloat16, "cpu").requires_grad_(False)
     for name, value in model.state_dict().items():
@@ -42,10 +41,19 @@ def main() -> None:
                 row.copy_(torch.randperm(CONFIG["n_routed_experts"])[: value.shape[1]])
         elif value.is_floating_point():
             value.normal_(std=0.02)
+    return model.eval()
+
+
+def main() -> None:
+    """Make the weights once, export them in every form."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder, model = parser.parse_args().folder, random_weights()
     folder.mkdir(parents=True, exist_ok=True)
-    export_model(model, folder / "official", quantise="fp8-fp4")
-    export_model(model, folder / "hf", to="huggingface")
-    print(f"wrote {folder / 'official'} and {folder / 'hf'}")
+    for form, how in FORMS.items():
+        if not (folder / form).exists():
+            export_model(model, folder / form, **how)
+            print(f"wrote {folder / form}")
 
 
 if __name__ == "__main__":

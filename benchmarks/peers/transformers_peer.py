@@ -1,54 +1,49 @@
-"""Decode speed of transformers' DeepseekV4ForCausalLM: rows of one length, greedy, with its own cache.
+"""Speed of transformers' DeepseekV4ForCausalLM: rows of one length, greedy, with its own cache.
 
-    python benchmarks/peers/transformers_peer.py DIR/hf -b 1,8,32,128 [--prompt-len 256] [--max-tokens 32]
+    python benchmarks/peers/transformers_peer.py DIR/hf -b 1,8,32,128 [--prompt-lens 256,2048] [--dtype float32]
 
-Rows of one length need no padding, so what it computes is right; it has no speculation for this model. The last line is
-JSON: a list of {"engine", "batch", "tokens_per_second", "step_ms", "prefill_tokens_per_second"}.
+Rows of one length need no padding, so what it computes is right; it has no speculation for this model. Prints a JSON
+object per figure, see common.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
 
 import torch
+from common import Work, decode_figures, prompts, read_work, report
 from transformers import DeepseekV4ForCausalLM
 
 
 @torch.inference_mode()
-def measure(model, batch: int, prompt_len: int, max_tokens: int) -> dict:
-    """Prefill, then single-token steps; the median step counts."""
-    generator = torch.Generator().manual_seed(batch)
-    prompt = torch.randint(2, model.config.vocab_size, (batch, prompt_len), generator=generator)
+def decode(model, work: Work, batch: int) -> dict:
+    """Prefill, then single-token steps."""
+    prompt = torch.tensor(prompts(batch, work.prompt_len))
     started = time.perf_counter()
     output = model(prompt, use_cache=True, logits_to_keep=1)
-    prefill = time.perf_counter() - started
-    steps = []
-    for _ in range(max_tokens):
+    prefill_seconds, steps = time.perf_counter() - started, []
+    for _ in range(work.max_tokens):
         tokens = output.logits[:, -1].argmax(-1, keepdim=True)
         started = time.perf_counter()
         output = model(tokens, use_cache=True, past_key_values=output.past_key_values)
         steps.append(time.perf_counter() - started)
-    step = statistics.median(steps)
-    return {
-        "engine": "transformers", "batch": batch, "tokens_per_second": round(batch / step, 1),
-        "step_ms": round(step * 1e3, 2), "prefill_tokens_per_second": round(batch * prompt_len / prefill, 1),
-    }  # fmt: skip
+    return decode_figures(batch, work.prompt_len, prefill_seconds, steps)
+
+
+@torch.inference_mode()
+def prefill(model, length: int) -> float:
+    """Seconds of one prompt in one forward."""
+    prompt = torch.tensor(prompts(1, length))
+    started = time.perf_counter()
+    model(prompt, use_cache=True, logits_to_keep=1)
+    return time.perf_counter() - started
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint")
-    parser.add_argument("-b", "--batch", default="1,8,32,128")
-    parser.add_argument("--prompt-len", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    options = parser.parse_args()
-    model = DeepseekV4ForCausalLM.from_pretrained(options.checkpoint, dtype=torch.bfloat16).eval()
-    batches = [int(part) for part in options.batch.split(",")]
-    print(json.dumps([measure(model, batch, options.prompt_len, options.max_tokens) for batch in batches]))
+    work = read_work(__doc__)
+    model = DeepseekV4ForCausalLM.from_pretrained(work.checkpoint, dtype=getattr(torch, work.dtype)).eval()
+    report("transformers", work, lambda batch: decode(model, work, batch), lambda length: prefill(model, length))
 
 
 if __name__ == "__main__":

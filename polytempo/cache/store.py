@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +14,28 @@ from polytempo.cache.layout import BLOCK, LayerShape, Segment, StateShape
 from polytempo.cache.pool import NULL_BLOCK, EntryPool, RatioPool
 from polytempo.cache.view import BatchView
 from polytempo.cache.window import WindowLayout, window_layout
+
+CACHE_LINE = 64  # bytes
+
+
+def zero_pages(like: Tensor, *shape: int) -> Tensor:
+    """Zeroed state whose memory the system hands out at the first write to it.
+
+    torch writes its zeros at once: for all seats of an engine, of which most may never be taken.
+
+    Args:
+        like: gives dtype and device.
+        shape: of the result.
+
+    Returns:
+        [*shape], contiguous, on the CPU from the start of a cache line on, so that vectors do not straddle two.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    num_bytes = math.prod(shape) * like.element_size()
+    raw = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
+    return torch.from_numpy(raw[start : start + num_bytes]).view(like.dtype).view(shape)
 
 
 @dataclass
@@ -33,9 +57,9 @@ class PooledState:
         """Zeroed state for entries of head_dim channels; of blocks only the null block."""
         width = shape.input_width // shape.head_dim * head_dim
         return cls(
-            like.new_zeros(num_slots, shape.input_cells, width),
-            like.new_zeros(num_slots, shape.input_cells, width),
-            like.new_zeros(NULL_BLOCK + 1, BLOCK, head_dim),
+            zero_pages(like, num_slots, shape.input_cells, width),
+            zero_pages(like, num_slots, shape.input_cells, width),
+            zero_pages(like, NULL_BLOCK + 1, BLOCK, head_dim),
         )
 
     def fit(self, pool: RatioPool) -> None:
@@ -68,7 +92,7 @@ class LayerState:
     @classmethod
     def allocate(cls, shape: LayerShape, num_slots: int, like: Tensor) -> LayerState:
         """Zeroed state in the dtype and on the device of `like`."""
-        window = like.new_zeros(num_slots, shape.window_cells, shape.head_dim)
+        window = zero_pages(like, num_slots, shape.window_cells, shape.head_dim)
         widths = (shape.head_dim if shape.ratio else 0, shape.index_head_dim)
         pooled = (PooledState.allocate(shape, width, num_slots, like) if width else None for width in widths)
         return cls(shape, window, *pooled)
@@ -137,7 +161,7 @@ class RowStore:
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.mtp),
             window_layout(shape, num_slots),
             window_layout(shape, num_slots),
-            like.new_zeros(num_slots, shape.window if shape.mtp else 0, *shape.streams),
+            zero_pages(like, num_slots, shape.window if shape.mtp else 0, *shape.streams),
             pool,
             like.device,
         )
