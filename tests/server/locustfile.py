@@ -3,8 +3,8 @@
 locust -f tests/server/locustfile.py --headless -u 8 -r 8 --requests 64 --host http://127.0.0.1:8000
 
 Beside the requests, locust's table gets rows of type TTFT, whose times are those of streams' first events, and of type
-TOKENS, whose "content length" is what each answer's `usage` says, and one of type AT ONCE, whose "times" are the requests
-that are open when one is sent.
+TOKENS, whose "content length" is what each answer's `usage` says, and one of type AT ONCE, whose "times" are how many
+requests were open when one was sent.
 """
 
 import itertools
