@@ -66,10 +66,11 @@ def main() -> None:
     results = [gaps(llm, options.rows, int(budget)) for budget in options.budgets.split(",")]
     for result in results:
         print(
-            f"{result['mixed_prompt_tokens']:>4} prompt tokens per step: longest gap {result['longest_during_ms']:.1f} ms, "
-            f"{result['longest_to_median_before']:.2f} times the median before the prompt came "
-            f"({result['median_before_ms']:.1f} ms), {result['longest_to_median_during']:.2f} times the median while it "
-            f"entered ({result['median_during_ms']:.1f} ms); its first token after {result['prompt_ttft_s']:.1f} s",
+            f"{result['mixed_prompt_tokens']:>4} prompt tokens per step: "
+            f"longest gap {result['longest_during_ms']:.1f} ms, {result['longest_to_median_before']:.2f} times the median "
+            f"before the prompt came ({result['median_before_ms']:.1f} ms), {result['longest_to_median_during']:.2f} times "
+            f"the median while it entered ({result['median_during_ms']:.1f} ms); "
+            f"its first token after {result['prompt_ttft_s']:.1f} s",
             flush=True,
         )
     print(json.dumps(results))
