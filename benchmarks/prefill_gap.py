@@ -52,6 +52,16 @@ def gaps(llm: LLM, num_rows: int, budget: int | None) -> dict[str, float]:
             "longest_to_median_during": longest / between, "prompt_ttft_s": now - started}  # fmt: skip
 
 
+def sentence(result: dict[str, float]) -> str:
+    """A run in words."""
+    return (
+        f"{result['mixed_prompt_tokens']:>4} prompt tokens per step: longest gap {result['longest_during_ms']:.1f} ms, "
+        f"{result['longest_to_median_before']:.2f} times the median before ({result['median_before_ms']:.1f} ms), "
+        f"{result['longest_to_median_during']:.2f} times that of the run ({result['median_during_ms']:.1f} ms); "
+        f"the prompt's first token after {result['prompt_ttft_s']:.1f} s"
+    )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -65,14 +75,7 @@ def main() -> None:
               kernels=options.kernels, progress=False)  # fmt: skip
     results = [gaps(llm, options.rows, int(budget)) for budget in options.budgets.split(",")]
     for result in results:
-        print(
-            f"{result['mixed_prompt_tokens']:>4} prompt tokens per step: "
-            f"longest gap {result['longest_during_ms']:.1f} ms, {result['longest_to_median_before']:.2f} times the median "
-            f"before the prompt came ({result['median_before_ms']:.1f} ms), {result['longest_to_median_during']:.2f} times "
-            f"the median while it entered ({result['median_during_ms']:.1f} ms); "
-            f"its first token after {result['prompt_ttft_s']:.1f} s",
-            flush=True,
-        )
+        print(sentence(result), flush=True)
     print(json.dumps(results))
 
 
