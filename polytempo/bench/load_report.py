@@ -15,7 +15,9 @@ COLUMNS = {"ttft": "time to first token", "tpot": "time per later token", "gap":
 
 def load_name(result: dict[str, Any]) -> str:
     """What a run was loaded with."""
-    return f"{result['num_clients']} clients" if result["rate"] is None else f"{result['rate']:g} requests/s"
+    if result["rate"] is not None:
+        return f"{result['rate']:g} requests/s"
+    return f"{result['num_clients']} client{'s' * (result['num_clients'] != 1)}"
 
 
 def load_table(result: dict[str, Any]) -> str:
