@@ -131,9 +131,23 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError(f"prompt must be a string, not {type(text).__name__}")
         if self._add_bos_token is None or not add_special_tokens:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+            return self._ids(text, add_special_tokens)
+        ids = self._ids(text, False)
         return [self.bos_token_id, *ids] if self._add_bos_token else ids
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            # Python's strings, and JSON's, may hold half of a UTF-16 pair; UTF-8 cannot, nor can the backend.
+            place = next((place for place, sign in enumerate(text) if "\ud800" <= sign <= "\udfff"), None)
+            if place is None:
+                raise
+            raise RequestError(
+                f"prompt or messages hold U+{ord(text[place]):04X}, half of a surrogate pair, which is no text "
+                f"(character {place} of what was to be tokenised)",
+                param="prompt",
+            ) from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD, ids without a token become nothing."""

@@ -91,12 +91,17 @@ def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
     return tuple(int(token_id) for token_id in ids)
 
 
+def _is_text(value: object) -> bool:
+    # Half of a surrogate pair is allowed in a str, but no tokenizer and no grammar takes it.
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= sign <= "\udfff" for sign in value)
+
+
 def _strings(name: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     right = "None or a list of strings, none of them empty"
     strings = _items(name, value, right)
-    if not all(isinstance(string, str) and string for string in strings):
+    if not all(map(_is_text, strings)):
         raise _refusal(name, value, right)
     return strings
 
@@ -133,7 +138,7 @@ def _json_schema(value: object) -> str | None:
 
 
 def _text(name: str, value: object) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
+    if value is not None and not _is_text(value):
         raise _refusal(name, value, "None or a non-empty string")
     return value
 

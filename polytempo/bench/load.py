@@ -24,12 +24,14 @@ class Load:
     Attributes:
         url: of the server, for example http://127.0.0.1:8000.
         num_requests: in all.
-        num_clients: at once.
+        num_clients: at once; each sends its next request when the last was answered.
         prompt_lens: approximate tokens of prompts, in turn.
         max_tokens: output tokens of each request; EOS is ignored.
         seed: which prompts.
         api_key: bearer token, None for none.
         model: None leaves it to the server.
+        rate: requests per second, in place of clients: they come at random, whether or not the server keeps up, with
+            exponential times between them.
     """
 
     url: str
@@ -40,6 +42,14 @@ class Load:
     seed: int = 0
     api_key: str | None = None
     model: str | None = None
+    rate: float | None = None
+
+    def arrivals(self) -> list[float]:
+        """When requests come at `rate`, in seconds; the same for the same seed."""
+        draw, moments = random.Random(f"{self.seed} arrivals"), [0.0]
+        while len(moments) < self.num_requests:
+            moments.append(moments[-1] + draw.expovariate(self.rate))
+        return moments
 
     def body(self, number: int) -> dict[str, object]:
         """One request: a piece of this package's source, about 3 characters per token."""
@@ -54,10 +64,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Timing:
-    """One answered request: seconds, and tokens as the server counts them."""
+    """One answered request: seconds, and tokens as the server counts them; gaps are between its stream's events."""
 
     ttft: float
     tpot: float | None
+    gaps: tuple[float, ...]
     longest_gap: float
     num_prompt_tokens: int
     num_output_tokens: int
@@ -98,8 +109,8 @@ async def _ask(load: Load, number: int) -> Timing:
         raise ConfigError(f"{load.url} sent no usage; it does not know stream_options")
     num_output = usage["completion_tokens"]
     tpot = (moments[-1] - moments[0]) / (num_output - 1) if num_output > 1 else None
-    gap = max((later - sooner for sooner, later in zip(moments, moments[1:], strict=False)), default=0.0)
-    return Timing(moments[0] - started, tpot, gap, usage["prompt_tokens"], num_output)
+    gaps = tuple(later - sooner for sooner, later in zip(moments, moments[1:], strict=False))
+    return Timing(moments[0] - started, tpot, gaps, max(gaps, default=0.0), usage["prompt_tokens"], num_output)
 
 
 async def _run(load: Load) -> tuple[list[Timing], float]:
@@ -109,8 +120,16 @@ async def _run(load: Load) -> tuple[list[Timing], float]:
         for number in numbers:
             timings.append(await _ask(load, number))
 
+    async def visitor(number: int, moment: float) -> None:
+        await asyncio.sleep(moment)
+        timings.append(await _ask(load, number))
+
+    if load.rate is None:
+        work = [client() for _ in range(load.num_clients)]
+    else:
+        work = [visitor(number, moment) for number, moment in enumerate(load.arrivals())]
     started = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(load.num_clients)))
+    await asyncio.gather(*work)
     return timings, time.perf_counter() - started
 
 
@@ -137,9 +156,11 @@ def run_load(load: Load) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(f"{load.url} cannot be reached: {error}") from None
     columns = {"ttft": [t.ttft for t in timings], "tpot": [t.tpot for t in timings if t.tpot is not None],
+               "gap": [gap for t in timings for gap in t.gaps],
                "longest_gap": [t.longest_gap for t in timings]}  # fmt: skip
     result: dict[str, object] = {
-        "num_requests": len(timings), "num_clients": load.num_clients, "seconds": seconds,
+        "num_requests": len(timings), "num_clients": load.num_clients if load.rate is None else None,
+        "rate": load.rate, "seconds": seconds,
         "prompt_tokens": sum(t.num_prompt_tokens for t in timings),
         "output_tokens": sum(t.num_output_tokens for t in timings),
         "output_tokens_per_second": sum(t.num_output_tokens for t in timings) / seconds,
@@ -147,40 +168,3 @@ def run_load(load: Load) -> dict[str, object]:
     for name, values in columns.items():
         result[name] = {f"p{percent}": percentile(values, percent) for percent in PERCENTILES} if values else None
     return result | {"requests": [vars(timing) for timing in timings]}
-
-
-def load_table(result: dict[str, object]) -> str:
-    """The percentiles, in milliseconds, and the throughput."""
-    lines = [f"{'':<12}" + "".join(f"{f'p{percent}':>10}" for percent in PERCENTILES)]
-    for name in ("ttft", "tpot", "longest_gap"):
-        values = result[name] or {}
-        lines.append(f"{name:<12}" + "".join(f"{1e3 * value:>7.1f} ms" for value in values.values()))
-    lines.append(f"{result['output_tokens']} output tokens, {result['output_tokens_per_second']:.1f} per second")
-    return "\n".join(lines)
-
-
-def plot_load(result: dict[str, object], path: Path) -> None:
-    """Distribution of time to first token and of time per later token.
-
-    Args:
-        result: of `run_load`.
-        path: PNG to write.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("the plot needs matplotlib; pip install 'polytempo[plots]'") from None
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    requests = result["requests"]
-    for axes, name, label in zip(figure.subplots(1, 2, sharey=True), ("ttft", "tpot"),
-                                 ("time to first token (ms)", "time per later token (ms)"), strict=True):  # fmt: skip
-        values = sorted(1e3 * request[name] for request in requests if request[name] is not None)
-        axes.step(values, [(place + 1) / len(values) for place in range(len(values))], where="post", color="#1f7a5c")
-        axes.set(xlabel=label, xlim=(0, None), ylim=(0, 1))
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("share of requests")
-    figure.suptitle(f"{result['num_requests']} requests, {result['num_clients']} clients")
-    figure.savefig(path, dpi=120)

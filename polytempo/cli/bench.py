@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,25 @@ class _List(click.ParamType):
         return number
 
 
+class _Rates(click.ParamType):
+    """Comma-separated numbers above 0."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        if not isinstance(value, str):
+            return value
+        rates = []
+        for part in filter(None, value.split(",")):
+            try:
+                rates.append(float(part))
+            except ValueError:
+                rates.append(math.nan)
+            if not 0 < rates[-1] < math.inf:
+                self.fail(f"{part!r} is not a number above 0", param, ctx)
+        return rates
+
+
 @click.command("bench")
 @click.option("--model", "model_dir", type=click.Path(path_type=Path), help="Checkpoint directory.")
 @click.option("--dtype", "dtypes", default="auto", show_default=True, type=_List(None, DTYPES), help="Of the weights.")
@@ -69,32 +89,38 @@ class _List(click.ParamType):
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
 @click.option("--profile", "is_profile", is_flag=True, help="Show where a step's time goes instead.")
 @click.option("--server", metavar="URL", help="Measure a running server instead: latencies as clients see them.")
-@click.option("--clients", default=8, show_default=True, type=click.IntRange(1), help="With --server: at once.")
-@click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="With --server: in all.")
+@click.option("--clients", default="8", show_default=True, type=_List(), help="With --server: at once; runs, in turn.")
+@click.option(
+    "--rates", default="", type=_Rates(), help="With --server: requests per second, in turn, in place of --clients."
+)
+@click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="With --server: of each run.")
 @click.option("--api-key", envvar="POLYTEMPO_API_KEY", help="With --server: its key.")
 @click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Write bench.json and plots here.")
-def bench_command(out_dir: Path | None, server: str | None, clients: int, requests: int, api_key: str | None,
-                  **options: object) -> None:  # fmt: skip
+def bench_command(out_dir: Path | None, server: str | None, clients: list[int], rates: list[float], requests: int,
+                  api_key: str | None, **options: object) -> None:  # fmt: skip
     """Measure decode throughput; every mode decodes the same prompts, and their tokens must be equal.
 
     Options that take a list are crossed with one another. Only steps in which every row decodes are timed. Tokens of
     left_aligned are compared too, but may differ: its order of reduction depends on the batch. The last line of
     output is JSON. With --server URL, instead send streaming requests to an OpenAI-compatible server and report TTFT,
-    TPOT and the longest gaps.
+    TPOT and the gaps between events: percentiles, JSON, and plots of their distributions and by load.
 
     \b
     Examples:
       polytempo bench -b 1,8,32,128 --draft-lens 0,1,2,3,auto --repeat 3 --out results
       polytempo bench -b 1,128 --draft-lens 3 --kv-advance per_sequence,cohort --scripted-acceptance 0.8
       polytempo bench --profile -b 1,128 --draft-lens 0,3
-      polytempo bench --server http://127.0.0.1:8000 --clients 8
+      polytempo bench --server http://127.0.0.1:8000 --clients 1,4,16 --out results
+      polytempo bench --server http://127.0.0.1:8000 --rates 0.5,1,2,4 --out results
     """  # noqa: D301
     is_profile = options.pop("is_profile")
     if server is not None:
         from polytempo.bench.load import Load
 
-        _measure_server(Load(server, requests, clients, options["prompt_lens"], options["max_tokens"],
-                             options["seed"], api_key), out_dir)  # fmt: skip
+        load = Load(server, requests, prompt_lens=options["prompt_lens"], max_tokens=options["max_tokens"],
+                    seed=options["seed"], api_key=api_key)  # fmt: skip
+        of_clients = [replace(load, num_clients=number) for number in clients]
+        _measure_server([replace(load, rate=rate) for rate in rates] or of_clients, out_dir)
         return
     if is_profile:
         _profile(options, out_dir)
@@ -117,18 +143,22 @@ def bench_command(out_dir: Path | None, server: str | None, clients: int, reques
         raise SystemExit(1)
 
 
-def _measure_server(load: Load, out_dir: Path | None) -> None:
-    from polytempo.bench.load import load_table, plot_load, run_load
+def _measure_server(loads: Sequence[Load], out_dir: Path | None) -> None:
+    from polytempo.bench.load import run_load
+    from polytempo.bench.load_report import load_table, plot_loads
 
-    result = run_load(load)
-    click.echo(load_table(result))
+    results = []
+    for load in loads:
+        results.append(run_load(load))
+        click.echo(load_table(results[-1]))
     if out_dir is not None:
         out_dir.mkdir(parents=True, exist_ok=True)
-        plot_load(result, out_dir / "latency.png")
-        (out_dir / "bench.json").write_text(json.dumps(result) + "\n")
-        click.echo(f"wrote {out_dir / 'latency.png'} and {out_dir / 'bench.json'}")
-    del result["requests"]
-    click.echo(json.dumps(result))
+        (out_dir / "bench.json").write_text(json.dumps({"runs": results}) + "\n")
+        for path in (out_dir / "bench.json", *plot_loads(results, out_dir)):
+            click.echo(f"wrote {path}")
+    for result in results:
+        del result["requests"]
+    click.echo(json.dumps({"runs": results}))
 
 
 def _profile(options: dict[str, Any], out_dir: Path | None) -> None:

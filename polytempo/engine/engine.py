@@ -13,6 +13,7 @@ from polytempo.engine.prefix import PrefixCache
 from polytempo.engine.propose import MTPProposer, NoProposer, Proposer
 from polytempo.engine.row import Request, Row
 from polytempo.engine.scheduler import Scheduler, refuse_overflow
+from polytempo.engine.share import PromptSharing
 from polytempo.engine.stats import DraftStats, StepSeconds
 from polytempo.engine.step import run_step
 from polytempo.engine.target import Target
@@ -31,6 +32,7 @@ class Engine:
     Attributes:
         scheduler: which rows wait and run.
         target: model and state.
+        sharing: gives a prompt that one choice of a request has read to the others; None for `left_aligned`.
         proposer: who drafts.
         policy: how many drafts each row gets.
         advance_mode: how far rows advance: `kv_advance`, or COHORT if a part lacks per-row positions.
@@ -55,6 +57,7 @@ class Engine:
         _ = chosen.native  # built here, if ever, and not in the first step
         prefix_cache = PrefixCache(store, config.prefix_cache) if config.prefix_cache else None
         self.target = Target(chosen, tables, store, config, prefix_cache)
+        self.sharing = PromptSharing(store, self.scheduler) if config.kv_layout == "ring" else None
         self.proposer = proposer or _proposer(self.target)
         self.policy = DraftPolicy(config)
         self.num_steps = 0
@@ -146,7 +149,8 @@ class Engine:
         for row in self.scheduler.admit():
             # Zeroed at admission: whatever its last owner left, even NaN, cannot reach this row.
             self.target.store.clear(row.slot)
-            self._reuse_prefix(row)
+            if self.sharing is None or not self.sharing.seat(row):
+                self._reuse_prefix(row)
         planned = self.scheduler.plan()
         self.seconds.plan += time.perf_counter() - started
         if planned:
@@ -157,6 +161,8 @@ class Engine:
                     seconds = run_step(self.target, self.proposer, self.policy, self.advance_mode, planned)
             finally:
                 self._is_stepping = False
+            if self.sharing is not None:
+                self.sharing.hand_over(planned)
             self.seconds.add(seconds)
             self.num_steps += 1
         finished = late + self._release()

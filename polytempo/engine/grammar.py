@@ -116,7 +116,16 @@ class GrammarCompiler:
         with self._lock:
             if self._library_tokenizer is None:
                 self._library_tokenizer = self._read_tokenizer(library)
-        value = getattr(params, name)
+        try:
+            matcher = self._matcher(library, name, getattr(params, name))
+            reason = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:  # some schemas are not reported but raised
+            reason = str(error)
+        if reason:
+            raise RequestError(f"SamplingParams {name} is refused: {' '.join(reason.split())[:300]}", param=name)
+        return CompiledGrammar(matcher, self._end_mask())
+
+    def _matcher(self, library: Any, name: str, value: Any) -> Any:
         if name in ("json_object", "json_schema"):
             schema = {"type": "object"} if name == "json_object" else json.loads(value)
             # Compact, since a small model that may write whitespace can write it for ever.
@@ -125,11 +134,7 @@ class GrammarCompiler:
             source = library.LLMatcher.grammar_from_regex(value)
         else:
             source = library.LLMatcher.grammar_from_lark(value)
-        matcher = library.LLMatcher(self._library_tokenizer, source, log_level=0)
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:300]
-            raise RequestError(f"SamplingParams {name} is refused: {reason}", param=name)
-        return CompiledGrammar(matcher, self._end_mask())
+        return library.LLMatcher(self._library_tokenizer, source, log_level=0)
 
     def _read_tokenizer(self, library: Any) -> Any:
         eos = list(self._config.eos_token_ids)

@@ -27,7 +27,7 @@ class Request:
         arrival: seconds of the monotonic clock.
         priority: of waiting requests, the lowest goes first; equals in order of arrival.
         deadline: when the request is given up, seconds of the monotonic clock, or None.
-        prompt_logprobs: filled by the first choice's prefill, if asked for; entry 0 is None.
+        prompt_logprobs: filled by whichever choice reads the prompt, if asked for; entry 0 is None.
         first_token: when the first output token came, seconds of the monotonic clock.
         finished: when the last choice ended.
     """
@@ -108,6 +108,11 @@ class Row:
     def is_decoding(self) -> bool:
         """Whether all of its tokens but the last are in the store."""
         return self.kv_len == self.num_tokens - 1
+
+    @property
+    def is_reading_prompt(self) -> bool:
+        """Whether prompt tokens before the last are missing from the store."""
+        return self.kv_len < len(self.request.prompt_token_ids) - 1
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at positions start … end − 1."""

@@ -335,7 +335,7 @@ def _filter(scaled: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     weights = scaled.exp()
     keep = weights >= _column(positions, "min_p", scaled)
     ranks = torch.arange(scaled.shape[-1], device=scaled.device)
-    top_k = [p.params.top_k if p.params.top_k > 0 else scaled.shape[-1] for p in positions]
+    top_k = [min(p.params.top_k, scaled.shape[-1]) if p.params.top_k > 0 else scaled.shape[-1] for p in positions]
     keep &= ranks < torch.tensor(top_k, device=scaled.device).unsqueeze(-1)
     keep &= scaled > -torch.inf
     reached = torch.where(keep, weights, 0.0).cumsum(-1, dtype=torch.float64)

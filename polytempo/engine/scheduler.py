@@ -77,6 +77,8 @@ class Scheduler:
         self.waiting: list[Row] = []
         self.running: list[Row] = []
         self._free_slots = list(range(config.max_rows))
+        # A copied row of `left_aligned` would need the columns of the row that it was copied from.
+        self._shares_prompts = config.kv_layout == "ring"
 
     @property
     def has_work(self) -> bool:
@@ -145,8 +147,8 @@ class Scheduler:
             budget -= num_drafts
         if decoding and self.config.mixed_prompt_tokens is not None:
             budget = min(budget, self.config.mixed_prompt_tokens)
-        for row in self.running:
-            if not row.is_decoding and budget > 0:
+        for row in self.reading():
+            if budget > 0:
                 count = self._room(row, min(row.num_tokens - row.kv_len, self.config.max_chunk, budget))
                 if count:
                     planned.append(self._planned(row, count))
@@ -156,6 +158,24 @@ class Scheduler:
             self._set_back_one()
             return self.plan()
         return sorted(planned, key=lambda item: item.segment.slot)
+
+    def reading(self) -> list[Row]:
+        """Seated rows that are not decoding, in order of admission, without those that wait for another choice.
+
+        Of the choices of one request the first reads the prompt; the others take its state (`engine.share`). Which one
+        that is follows from who is seated, so nobody waits for a row that was set back or has ended.
+        """
+        readers: set[int] = set()
+        rows = []
+        for row in self.running:
+            if row.is_decoding:
+                continue
+            if row.is_reading_prompt and self._shares_prompts:
+                if id(row.request) in readers:
+                    continue
+                readers.add(id(row.request))
+            rows.append(row)
+        return rows
 
     def _decoding_with_room(self) -> list[Row]:
         """Decoding rows, with blocks for their last token."""

@@ -160,9 +160,11 @@ def _record_prompt_logprobs(
         row, start = item.row, item.segment.start
         request = row.request
         end = min(item.segment.end, len(request.prompt_token_ids) - 1)
-        # A row that starts over passes its prompt twice.
-        is_new = request.prompt_logprobs is not None and len(request.prompt_logprobs) == start + 1
-        if is_new and row.choice == 0 and end > start:
-            logits = target.model.logits(streams[first : first + end - start])
-            following = torch.tensor(request.prompt_token_ids[start + 1 : end + 1], device=logits.device)
+        if request.prompt_logprobs is None:
+            continue
+        # A row that starts over passes its prompt twice, and may cut it elsewhere; so may another choice.
+        new = max(start, len(request.prompt_logprobs) - 1)
+        if end > new:
+            logits = target.model.logits(streams[first + new - start : first + end - start])
+            following = torch.tensor(request.prompt_token_ids[new + 1 : end + 1], device=logits.device)
             request.prompt_logprobs += gather_logprobs(logits, following, request.params.prompt_logprobs)

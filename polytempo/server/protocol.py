@@ -14,6 +14,7 @@ from polytempo.errors import RequestError
 from polytempo.types import SamplingParams
 
 MOST_LOGPROBS = 20
+_MOST_DIGITS = 18  # of a token id; Python refuses to read numbers of thousands
 
 
 class _Body(BaseModel):
@@ -120,7 +121,7 @@ _SAMPLING_FIELDS = sorted(
 
 
 def _token_id(key: str) -> int:
-    if not key.isascii() or not key.isdigit():
+    if not key.isascii() or not key.isdigit() or len(key) > _MOST_DIGITS:
         raise RequestError(f"logit_bias key {key!r:.40} is not a token id", param="logit_bias")
     return int(key)
 

@@ -1,6 +1,7 @@
 """A server that tests share as long as they leave it idle."""
 
 import pytest
+from process_support import Process
 from server_support import Gate, RunningServer, tiny_llm
 
 
@@ -19,3 +20,17 @@ def server(shared_server):
     yield shared_server
     shared_server.gate.open()
     shared_server.wait_idle()
+
+
+@pytest.fixture
+def launched(tmp_path):
+    made = []
+
+    def launch(*options):
+        made.append(Process(tmp_path, *options))
+        return made[-1]
+
+    yield launch
+    for one in made:
+        one.process.kill()
+        one.process.wait()

@@ -5,7 +5,7 @@ import os
 import random
 
 import pytest
-from server_support import running, tiny_llm
+from server_support import open_request, running, tiny_llm
 
 from polytempo.async_llm import AsyncLLM
 from polytempo.types import SamplingParams
@@ -117,3 +117,35 @@ def test_async_generate_and_cancellation():
         await front.close()
 
     asyncio.run(main())
+
+
+def test_choices_among_clients_that_vanish_and_deadlines():
+    """n > 1 with stop strings, grammars, log-probabilities and long prompts, while other clients leave."""
+    rng = random.Random(3)
+    kinds = ({"stop": ["a", "bc", " "]}, {"stop": ["\ufffd"]}, {"logprobs": 3}, {"regex": "[ab]{2,9}"},
+             {"grammar": 'start: "x" start | "y"'}, {"stop": ["aa"], "include_stop_str_in_output": True},
+             {"bad_words": ["a", "b"]}, {"regex": "(ab|cd)*", "stop": ["cd"]})  # fmt: skip
+    bodies = [{"prompt": rng.choice(("abc", "x" * rng.randrange(1, 180), "é€😀" * rng.randrange(1, 12))),
+               "n": rng.choice((2, 3, 5)), "seed": number, "temperature": 1.2, "max_tokens": rng.choice((1, 2, 16)),
+               "logprobs": 0} | kinds[number % len(kinds)] for number in range(16)]  # fmt: skip
+    alone = tiny_llm(max_rows=1, speculate="none", queue_limit=None)
+    with running(tiny_llm(queue_limit=200, mixed_prompt_tokens=24, draft_len=3)) as server:
+        for number, body in enumerate(bodies):
+            nuisance = {"prompt": "x" * rng.randrange(1, 150), "n": rng.choice((1, 4, 8)), "ignore_eos": True}
+            left = open_request(server, "/v1/completions", nuisance | {"stream": bool(number % 2), "max_tokens": 50})
+            late = open_request(server, "/v1/completions", nuisance | {"timeout": rng.choice((0.001, 0.02, 0.1))})
+            status, answer = server.post("/v1/completions", body)
+            left.close()
+            assert status == 200, answer
+            parts = [(choice["text"], choice["finish_reason"], choice["logprobs"]["token_logprobs"])
+                     for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]  # fmt: skip
+            options = {name: value for name, value in body.items() if name != "prompt"}
+            output = alone.generate(body["prompt"], SamplingParams(**options), progress=False)[0]
+            assert parts == [(choice.text, str(choice.finish_reason), [
+                entry[token_id].logprob for entry, token_id in zip(choice.logprobs, choice.token_ids, strict=True)
+            ]) for choice in output.outputs], body  # fmt: skip
+            assert answer["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+            late.close()
+        server.wait_idle()
+        sharing = server.llm.engine.sharing
+        assert sharing.num_rows > 10 and sharing.num_kept == 0

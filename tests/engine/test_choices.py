@@ -1,0 +1,186 @@
+"""The choices of one request read its prompt once, and each is the request alone, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+from speculation_support import GREEDY, answer, drive, make_llm, model_of, oracle, prompt_of
+
+from polytempo.types import SamplingParams
+
+SAMPLED = SamplingParams(n=4, temperature=1.0, seed=42, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+def choices(llm, prompt, params):
+    """All rows of one request, queued."""
+    rows = llm.rows_of(list(prompt), params)
+    llm.engine.add(rows)
+    return rows
+
+
+def alone(model, prompt, params):
+    """Every choice by itself: an engine whose only row it is, without drafts, so that it reads the whole prompt."""
+    expected = []
+    for choice in range(params.n):
+        llm = make_llm(model, speculate="none", max_rows=1)
+        row = llm.rows_of(list(prompt), params)[choice]
+        llm.engine.add([row])
+        drive(llm)
+        assert llm.engine.sharing.num_rows == 0
+        expected.append(answer(row))
+    return expected
+
+
+def fed_tokens(llm):
+    """A list to which every step appends (slot, start, end) of what it fed."""
+    fed, plan = [], llm.engine.scheduler.plan
+
+    def recorded():
+        planned = plan()
+        fed.extend((item.row, item.segment.start, item.segment.end - item.num_drafts) for item in planned)
+        return planned
+
+    llm.engine.scheduler.plan = recorded
+    return fed
+
+
+@pytest.mark.parametrize("draft_len", [0, 3])
+@pytest.mark.parametrize("max_chunk", [1, 9, 96])
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 128, 131, 300])
+def test_the_prompt_is_read_once(length, max_chunk, draft_len):
+    if max_chunk == 1 and (draft_len or length > 20):
+        max_chunk = 4
+    model, prompt = model_of(), prompt_of(length)
+    llm = make_llm(model, max_chunk=max_chunk, draft_len=draft_len)
+    fed = fed_tokens(llm)
+    rows = choices(llm, prompt, SAMPLED)
+    drive(llm)
+    assert [answer(row) for row in rows] == alone(model, prompt, SAMPLED)
+    before_last = [start for _, start, end in fed for start in range(start, min(end, length - 1))]
+    assert sorted(before_last) == list(range(length - 1))
+    sharing = llm.engine.sharing
+    assert (sharing.num_rows, sharing.num_tokens) == ((3, 3 * (length - 1)) if length > 1 else (0, 0))
+    assert sharing.num_kept == 0 and [row.num_cached for row in rows] == [0] * 4
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3])
+@pytest.mark.parametrize("prefix_cache", [0, 2**24])
+def test_choices_that_wait_for_a_seat(max_rows, prefix_cache):
+    """Those without a seat when the prompt has been read find a copy, which is dropped behind the last of them."""
+    model, prompt = model_of(), prompt_of(200)
+    params = replace(SAMPLED, n=7)
+    llm = make_llm(model, max_rows=max_rows, draft_len=2, prefix_cache=prefix_cache)
+    fed, kept = fed_tokens(llm), []
+    rows = choices(llm, prompt, params)
+    other = choices(llm, prompt_of(40), replace(GREEDY, max_tokens=30))
+    while llm.engine.has_work:
+        llm.engine.step()
+        kept.append(llm.engine.sharing.num_kept)
+        llm.engine.scheduler.check()
+    assert [answer(row) for row in rows] == alone(model, prompt, params)
+    assert answer(other[0]) == answer(oracle(model, prompt_of(40), replace(GREEDY, max_tokens=30)))
+    read = [place for row, start, end in fed if row in rows for place in range(start, min(end, 199))]
+    assert sorted(read) == list(range(199))
+    assert max(kept) == 1 and kept[-1] == 0
+
+
+def test_a_reader_that_ends_at_once():
+    """max_tokens 1: the reader has ended before anyone can take its state."""
+    model, prompt, params = model_of(), prompt_of(131), replace(SAMPLED, max_tokens=1)
+    llm = make_llm(model, draft_len=3)
+    rows = choices(llm, prompt, params)
+    drive(llm)
+    assert [answer(row) for row in rows] == alone(model, prompt, params)
+    assert llm.engine.sharing.num_rows == 3
+
+
+def test_an_ended_reader_leaves_followers_that_draft():
+    """The first choice ends with its first token, the others draft on, over MTP keys that they make themselves."""
+    model, prompt = model_of(), prompt_of(131)
+    expected = alone(model, prompt, SAMPLED)
+    first = {tokens[0] for tokens, *_ in expected[1:]}
+    stop = expected[0][0][0]
+    assert stop not in {token for tokens, *_ in expected[1:] for token in tokens[:3]} and first
+    params = replace(SAMPLED, stop_token_ids=(stop,))
+    llm = make_llm(model, draft_len=3)
+    rows = choices(llm, prompt, params)
+    drive(llm)
+    assert len(rows[0].output_token_ids) == 1 and all(len(row.output_token_ids) > 3 for row in rows[1:])
+    assert [answer(row) for row in rows] == alone(model, prompt, params)
+    assert llm.engine.sharing.num_rows == 3 and sum(row.stats.num_drafted for row in rows) > 0
+
+
+def test_an_aborted_or_set_back_reader_is_followed_by_another():
+    model, prompt = model_of(), prompt_of(300)
+    llm = make_llm(model, max_chunk=50, draft_len=2)
+    rows = choices(llm, prompt, SAMPLED)
+    llm.engine.step()
+    assert [row.kv_len for row in rows] == [50, 0, 0, 0]
+    scheduler = llm.engine.scheduler
+    scheduler.running.append(scheduler.running.pop(0))  # now the youngest
+    scheduler._set_back_one()
+    assert rows[0].slot is None
+    drive(llm)
+    assert [answer(row) for row in rows] == alone(model, prompt, SAMPLED)
+    assert llm.engine.sharing.num_rows == 3
+
+
+@pytest.mark.parametrize("memory", [1.3, 2.2, 3.5])
+def test_too_little_memory_for_all(memory):
+    """Rows are set back, copies do not fit; the tokens stay the same and every choice ends."""
+    from test_memory import memory_for
+
+    model, prompt, params = model_of(), prompt_of(300), replace(SAMPLED, n=5, max_tokens=150)
+    llm = make_llm(model, draft_len=2, memory=memory_for(memory, 8))
+    rows = choices(llm, prompt, params)
+    drive(llm)
+    assert [answer(row) for row in rows] == alone(model, prompt, params)
+    llm.engine.scheduler.check()
+    assert llm.engine.sharing.num_kept == 0
+
+
+def test_prompt_logprobs_of_a_reader_that_starts_over():
+    """The second reading cuts the prompt elsewhere; every position is written once."""
+    model, prompt = model_of(), prompt_of(131)
+    params = replace(SAMPLED, n=2, prompt_logprobs=1)
+    llm = make_llm(model, max_chunk=50)
+    rows = choices(llm, prompt, params)
+    llm.engine.step()
+    llm.engine.step()
+    llm.engine.scheduler._set_back_one()
+    llm.engine.scheduler._set_back_one()
+    llm.engine.scheduler.config = replace(llm.engine.config, max_chunk=33)
+    drive(llm)
+    written = rows[0].request.prompt_logprobs
+    plain = make_llm(model, max_rows=1)
+    expected = choices(plain, prompt, replace(params, n=1))[0].request
+    drive(plain)
+    assert len(written) == 131 and written == expected.prompt_logprobs
+
+
+def test_left_aligned_reads_for_every_choice():
+    model, prompt = model_of(), prompt_of(60)
+    llm = make_llm(model, kv_layout="left_aligned", draft_len=0)
+    fed = fed_tokens(llm)
+    rows = choices(llm, prompt, replace(SAMPLED, n=3))
+    drive(llm)
+    assert llm.engine.sharing is None and all(len(row.output_token_ids) == 12 for row in rows)
+    assert sum(start == 0 for _, start, _ in fed) == 3
+
+
+@pytest.mark.parametrize("length", [3, 131, 300])
+def test_followers_have_the_keys_to_draft_as_if_they_had_read(length):
+    """The first drafts of a choice are those that it makes after reading the prompt itself."""
+    model, prompt = model_of(), prompt_of(length)
+    params = replace(SAMPLED, n=3)
+    llm = make_llm(model, draft_len=3)
+    rows, drafts = choices(llm, prompt, params), {}
+    while len(drafts) < 3:
+        llm.engine.step()
+        drafts |= {row.choice: row.drafts for row in rows if row.output_token_ids and row.choice not in drafts}
+    for choice in range(3):
+        single = make_llm(model, draft_len=3, max_rows=1)
+        row = single.rows_of(list(prompt), params)[choice]
+        single.engine.add([row])
+        while not row.output_token_ids:
+            single.engine.step()
+        assert drafts[choice] == row.drafts and len(row.drafts) == 3
