@@ -3,9 +3,8 @@
 
 #include <algorithm>
 
-#include "args.h"
+#include "packed.h"
 #include "parallel.h"
-#include "vector.h"
 
 namespace pt {
 
@@ -18,33 +17,38 @@ template <class T, class O = T>
 struct Product {
     const T* const* x;
     O* const* y;
-    const T* w;
+    Weights<T> w;
     long rows, K, N;
 
     long panel() const { return std::max(8L, PANEL_BYTES / long(K * sizeof(T)) / 4 * 4); }
     long row_tasks() const { return (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK; }
     long tasks() const { return row_tasks() * ((N + panel() - 1) / panel()); }
 
+    // Rows [column, last) of w, side by side.
+    const T* panel_weights(long column, long last) const {
+        return w.rows(column, last, K, w.is_plain() ? nullptr : PT_SCRATCH(T, panel() * K));
+    }
+
+    // `weights` are those of `column`.
     template <int R>
-    void some_rows(long row, long column, long last, bool is_first) const {
+    void some_rows(long row, long column, long last, const T* weights, bool is_first) const {
         const long quad = 4 * K, ahead = quad * ((AHEAD_BYTES - 1) / long(quad * sizeof(T)) + 1);
-        for (; column + 4 <= last; column += 4) {
-            if (is_first) prefetch(w + column * K + ahead, quad * sizeof(T));
-            const T* columns[4] = {w + column * K, w + (column + 1) * K, w + (column + 2) * K, w + (column + 3) * K};
+        for (; column + 4 <= last; column += 4, weights += quad) {
+            if (is_first) prefetch(weights + ahead, quad * sizeof(T));
+            const T* columns[4] = {weights, weights + K, weights + 2 * K, weights + 3 * K};
             store_rows<R, 4>(y + row, column, dots<T, R, 4>(x + row, columns, K));
         }
-        for (; column < last; column++) {
-            const T* one = w + column * K;
-            store_rows<R, 1>(y + row, column, dots<T, R, 1>(x + row, &one, K));
-        }
+        for (; column < last; column++, weights += K)
+            store_rows<R, 1>(y + row, column, dots<T, R, 1>(x + row, &weights, K));
     }
 
     void tile(long row, long last_row, long column, long last_column) const {
-        const long first = row;
-        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, row == first);
-        if (last_row - row == 3) some_rows<3>(row, column, last_column, row == first);
-        if (last_row - row == 2) some_rows<2>(row, column, last_column, row == first);
-        if (last_row - row == 1) some_rows<1>(row, column, last_column, row == first);
+        const T* weights = panel_weights(column, last_column);
+        const long first = w.is_plain() ? row : -1;  // of a panel that was just expanded all rows are in the cache
+        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, weights, row == first);
+        if (last_row - row == 3) some_rows<3>(row, column, last_column, weights, row == first);
+        if (last_row - row == 2) some_rows<2>(row, column, last_column, weights, row == first);
+        if (last_row - row == 1) some_rows<1>(row, column, last_column, weights, row == first);
     }
 
     void task(long index) const {
