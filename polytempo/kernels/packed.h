@@ -14,6 +14,17 @@ constexpr long FP4_RUN = 32;                    // columns of one scale; K is a 
 
 typedef uint8_t b16 __attribute__((vector_size(16), may_alias));
 
+// Sixteen bytes, one per lane.
+inline u16x load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (u16x)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+    b16 bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, u16x);
+#endif
+}
+
 // 2^(byte - 127); the byte 0 is a subnormal, and 0xFF (NaN) is refused when a checkpoint is read.
 inline float scale_value(uint8_t byte) {
     const uint32_t bits = byte ? uint32_t(byte) << 23 : 0x00400000u;
@@ -39,22 +50,32 @@ template <class T>
 inline void expand_run(const uint8_t* codes, uint8_t scale, T* to) {
     uint8_t nibbles[FP4_RUN];
     for (long i = 0; i < FP4_RUN / 2; i++) nibbles[2 * i] = codes[i] & 15, nibbles[2 * i + 1] = codes[i] >> 4;
-    for (long i = 0; i < FP4_RUN; i += LANES) {
-        b16 part;
-        memcpy(&part, nibbles + i, sizeof part);
-        store(to + i, decode16<2, 1>(__builtin_convertvector(part, u16x)) * scale_value(scale));
-    }
+    for (long i = 0; i < FP4_RUN; i += LANES) store(to + i, decode16<2, 1>(load_bytes(nibbles + i)) * scale_value(scale));
 }
 
 // `count` columns, at most FP8_BLOCK, that share a scale.
 template <class T>
 inline void expand_block(const uint8_t* codes, uint8_t scale, long count, T* to) {
-    for (long i = 0; i < count; i += LANES) {
-        b16 part = {};
-        memcpy(&part, codes + i, count - i < LANES ? count - i : LANES);
-        store(to + i, decode16<4, 3>(__builtin_convertvector(part, u16x)) * scale_value(scale), count - i);
+    const float factor = scale_value(scale);
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, decode16<4, 3>(load_bytes(codes + i)) * factor);
+    if (i == count) return;
+    uint8_t tail[LANES] = {};
+    memcpy(tail, codes + i, count - i);
+    store(to + i, decode16<4, 3>(load_bytes(tail)) * factor, count - i);
+}
+
+#if defined(__AVX512F__)
+inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
+    const v16 values = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    const v16 scaled = values * scale_value(scale);
+    for (long i = 0; i < FP4_RUN; i += LANES, codes += LANES / 2) {
+        const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)codes));
+        const __m512i indices = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // low nibble, high nibble
+        _mm512_storeu_ps(to + i, _mm512_permutexvar_ps(indices, scaled));
     }
 }
+#endif
 
 #if defined(__AVX512BW__)
 // In bfloat16 both formats are a look-up or a shift, and the scale is added to the exponent: exact while no result is

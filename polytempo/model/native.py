@@ -60,7 +60,7 @@ def _misfit(model: nn.Module) -> str | None:
         return f"the model is {model.dtype}"
     if model.config.hc_mult > MAX_STREAMS:
         return f"the model has {model.config.hc_mult} streams; the kernels take {MAX_STREAMS}"
-    for name, weight in model.named_parameters():
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if not weight.is_contiguous():
             return f"weight {name!r} is not contiguous"
     return None
