@@ -164,8 +164,8 @@ def _copy_checked(target: Tensor, item: LoadItem, data: Tensor, scale: Tensor | 
         lowest, highest = data.aminmax()
         if lowest < 0 or highest >= config.n_routed_experts:
             raise CheckpointError(
-                f"{item.weight.file}: tensor {item.weight.name!r} names experts {int(lowest)} to {int(highest)}; config field 'n_routed_experts' is "
-                f"{config.n_routed_experts}"
+                f"{item.weight.file}: tensor {item.weight.name!r} names experts {int(lowest)} to {int(highest)}; "
+                f"config field 'n_routed_experts' is {config.n_routed_experts}"
             )
         target.copy_(data)
         return

@@ -125,7 +125,8 @@ def test_tokens_and_logprobs_are_the_same(folder, options):
     prompts = [[2 + (5 * row + place) % 40 for place in range(4 + row)] for row in range(3)]
     outputs = []
     for weights in ("expanded", "packed"):
-        llm = LLM(folder, "bfloat16", weights=weights, max_rows=3, max_model_len=64, draft_len=2, progress=False, **options)
+        limits = {"max_rows": 3, "max_model_len": 64, "draft_len": 2, "progress": False}
+        llm = LLM(folder, "bfloat16", weights=weights, **limits, **options)
         outputs.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params, False)])
     assert outputs[0] == outputs[1] and len({tuple(ids) for ids, _ in outputs[0]}) > 1
 
@@ -203,7 +204,9 @@ def test_experts_stored_in_two_ways_are_refused(tmp_path):
         load_model(folder, weights="packed")
 
 
-@pytest.mark.parametrize(("leaf", "byte", "said"), [("scale", 0xFF, "NaN"), ("scale", 254, "finite"), ("weight", 0x7F, "finite")])
+@pytest.mark.parametrize(
+    ("leaf", "byte", "said"), [("scale", 0xFF, "NaN"), ("scale", 254, "finite"), ("weight", 0x7F, "finite")]
+)
 @pytest.mark.parametrize("stem", ["layers.1.attn.wq_a", "layers.1.ffn.experts.2.w1"])
 def test_what_is_not_finite_is_refused(tmp_path, stem, leaf, byte, said):
     folder = export_tiny(tmp_path / "model")
