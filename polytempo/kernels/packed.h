@@ -79,10 +79,11 @@ inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
 
 #if defined(__AVX512BW__)
 // In bfloat16 both formats are a look-up or a shift, and the scale is added to the exponent: exact while no result is
-// subnormal or too large. Other scales, which no trained weight has, take the float32 way above.
-constexpr uint8_t LOWEST_PLAIN_SCALE = 16, HIGHEST_PLAIN_SCALE = 240;
+// subnormal; one too large is refused when a checkpoint is read. Lower scales, which no trained weight has, take the
+// float32 way above.
+constexpr uint8_t LOWEST_PLAIN_SCALE = 16;
 
-inline bool is_plain_scale(uint8_t scale) { return scale >= LOWEST_PLAIN_SCALE && scale <= HIGHEST_PLAIN_SCALE; }
+inline bool is_plain_scale(uint8_t scale) { return scale >= LOWEST_PLAIN_SCALE; }
 
 inline void expand_run(const uint8_t* codes, uint8_t scale, bf16* to) {
     if (!is_plain_scale(scale)) return expand_run<bf16>(codes, scale, to);
