@@ -1,10 +1,12 @@
 """C++ kernels against the torch path, in one process: per part, per step, and against the products alone.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py [--model DIR] [--dtype bfloat16] [--rows 1,8,32,128]
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py --model OFFICIAL --weights packed
 
 Medians are compared, and both paths' logits must agree. The last line is JSON. "products" is the sum
 of a step's matrix products alone, in torch: every weight once over all rows, each expert over its share of the rows,
-and attention's two products over the window and the entries.
+and attention's two products over the window and the entries. With --weights packed, the kernels over expanded weights
+against the kernels over weights as an official checkpoint stores them; every logit of both must be the same.
 """
 
 from __future__ import annotations
@@ -133,6 +135,39 @@ def prefill(models: dict[str, DeepseekV4]) -> dict[str, float]:
             for name, setup in setups.items() if setup.fill() is None}  # fmt: skip
 
 
+def measure_packed(models: dict[str, DeepseekV4], rows: int) -> dict[str, float]:
+    """Milliseconds of a step over expanded and over packed weights, in turns."""
+    setups = {name: Setup(model, rows) for name, model in models.items()}
+    setups["expanded"].fill()
+    setups["packed"].store = copy.deepcopy(setups["expanded"].store)
+    logits = [setup.step() for setup in setups.values()]
+    assert torch.equal(*logits), "packed weights changed a logit"
+    times: dict[str, list[float]] = {name: [] for name in setups}
+    for _ in range(REPEAT):
+        for name, setup in setups.items():
+            started = time.perf_counter()
+            setup.step()
+            times[name].append((time.perf_counter() - started) * 1e3)
+    return {"rows": rows, **{f"step_{name}": statistics.median(each) for name, each in times.items()}}
+
+
+def compare_packed(options: argparse.Namespace) -> None:
+    """Print what expanded and packed weights take, and how fast both are."""
+    models = {
+        name: load_model(options.model, options.dtype, progress=False, weights=name)[0].with_kernels("native")
+        for name in ("expanded", "packed")
+    }
+    held = {n: sum(t.nbytes for t in (*m.parameters(), *m.buffers())) / 2**20 for n, m in models.items()}
+    print(f"weights: expanded {held['expanded']:.1f} MiB, packed {held['packed']:.1f} MiB")
+    results = [measure_packed(models, int(rows)) for rows in options.rows.split(",")]
+    print(f"{'rows':>5} {'expanded tok/s':>14} {'packed tok/s':>13} {'packed/expanded':>15}")
+    for r in results:
+        plain, packed = (r["rows"] / r[f"step_{name}"] * 1e3 for name in models)
+        print(f"{r['rows']:5} {plain:14.1f} {packed:13.1f} {packed / plain:15.2f}")
+    dtype = str(models["packed"].dtype)
+    print(json.dumps({"dtype": dtype, "threads": options.threads, "mib": held, "results": results}))
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -140,8 +175,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rows", default="1,8,32,128")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--weights", choices=("expanded", "packed"), default="expanded")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.weights == "packed":
+        compare_packed(options)
+        return
     base, _ = load_model(options.model, options.dtype, progress=False)
     models = {name: base.with_kernels(name) for name in ("torch", "native")}
     results = [measure(models, int(rows)) for rows in options.rows.split(",")]

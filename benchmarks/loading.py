@@ -1,6 +1,6 @@
 """Peak memory of loading an official checkpoint of about 250 MB in 8 shards, scales apart from their weights.
 
-Usage: python benchmarks/loading.py [--dtype bfloat16]
+Usage: python benchmarks/loading.py [--dtype bfloat16] [--weights packed]
 The bound is the weights in memory plus two shards. The last line is JSON.
 """
 
@@ -68,12 +68,12 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def load_in_this_process(folder: Path, dtype: str) -> None:
+def load_in_this_process(folder: Path, dtype: str, weights: str) -> None:
     """Load once and print what it took."""
     from polytempo.checkpoint import load_model
 
     before, start = peak_bytes(), time.perf_counter()
-    model, report = load_model(folder, dtype=dtype, progress=False)
+    model, report = load_model(folder, dtype=dtype, progress=False, weights=weights)
     seconds = time.perf_counter() - start
     print(
         json.dumps(
@@ -87,9 +87,9 @@ def load_in_this_process(folder: Path, dtype: str) -> None:
     )
 
 
-def load_runs(folder: Path, dtype: str, repeat: int) -> list[dict]:
+def load_runs(folder: Path, dtype: str, repeat: int, weights: str = "expanded") -> list[dict]:
     """Load a checkpoint so often, each time in a fresh process; what `load_in_this_process` prints of each."""
-    command = [sys.executable, __file__, "--load", str(folder), "--dtype", dtype]
+    command = [sys.executable, __file__, "--load", str(folder), "--dtype", dtype, "--weights", weights]
     outputs = (subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(repeat))
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
@@ -98,18 +98,19 @@ def main() -> None:
     """Build the checkpoint, load it in a fresh process, compare with the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--weights", default="expanded", choices=["expanded", "packed"])
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make:
         return make_checkpoint(options.make)
     if options.load:
-        return load_in_this_process(options.load, options.dtype)
+        return load_in_this_process(options.load, options.dtype, options.weights)
     with tempfile.TemporaryDirectory() as folder:
         # Made in another process too: a child's largest resident set starts at its parent's.
         subprocess.run([sys.executable, __file__, "--make", folder], check=True)
         shards = [file.stat().st_size for file in Path(folder).glob("*.safetensors")]
-        result = load_runs(Path(folder), options.dtype, 1)[0]
+        result = load_runs(Path(folder), options.dtype, 1, options.weights)[0]
     result["disk_bytes"], result["shards"], result["largest_shard_bytes"] = (
         sum(shards),
         len(shards),

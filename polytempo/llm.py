@@ -41,6 +41,7 @@ class LLM:
         device: where weights and state live, for example "cpu" or "cuda".
         tokenizer: directory with tokenizer.json if it is not the model's own; False for none.
         progress: show a bar while loading.
+        weights: "expanded" to `dtype`, or "packed", as the checkpoint stores them; see `load_model`.
         **options: engine options: max_rows, max_model_len, max_chunk, max_step_tokens, speculate, draft_len,
             kv_advance, kernels; see `EngineConfig`.
 
@@ -56,18 +57,19 @@ class LLM:
         device: str | torch.device = "cpu",
         tokenizer: str | Path | bool | None = None,
         progress: bool = True,
+        weights: str = "expanded",
         **options: Any,
     ) -> None:
         EngineConfig.from_options(options)  # refuses a misspelt option before a model is read
         path = DEMO_MODEL if model is None else Path(model)
         must_speculate = options.get("speculate") == "mtp"
-        weights, self.checkpoint = load_model(path, dtype, device, require_mtp=must_speculate, progress=progress)
+        loaded_model, self.checkpoint = load_model(path, dtype, device, must_speculate, progress, weights)
         loaded = None
         if tokenizer is not False:
             home = path if tokenizer in (None, True) else Path(tokenizer)
             if tokenizer is not None or (home / "tokenizer.json").exists():
                 loaded = Tokenizer.from_dir(home)
-        self._start(weights, loaded, options)
+        self._start(loaded_model, loaded, options)
 
     @classmethod
     def from_transformers(cls, model: Any, tokenizer: Any = None, **options: Any) -> LLM:

@@ -33,6 +33,7 @@ class Suite:
     threads: Sequence[int] = ()
     seed: int = 0
     kernels: str = "auto"
+    weights: str = "expanded"
 
     def modes(self) -> list[Mode]:
         """Every draft length by every advance mode and layout; no drafts on the first layout first, as the reference.
@@ -72,7 +73,7 @@ def run_suite(suite: Suite) -> list[Measurement]:
     results = []
     with tqdm(total=suite.num_runs, unit="run", desc="bench") as bar:
         for dtype in suite.dtypes:
-            base = LLM(suite.model_dir, dtype)
+            base = LLM(suite.model_dir, dtype, weights=suite.weights)
             for threads in suite.threads or (torch.get_num_threads(),):
                 torch.set_num_threads(threads)
                 for batch in suite.batches:

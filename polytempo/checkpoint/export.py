@@ -24,6 +24,7 @@ from polytempo.checkpoint.quant import (
 )
 from polytempo.errors import CheckpointError, ConfigError
 from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.model.packed import Packed
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -62,8 +63,11 @@ def export_model(
 
     Raises:
         CheckpointError: `out_dir` is not empty, the tokenizer is missing, or a weight cannot be quantised.
-        ConfigError: an option is unknown or does not fit the form or the model's shape.
+        ConfigError: an option is unknown or does not fit the form or the model's shape, or the model's weights are
+            packed.
     """
+    if any(isinstance(module, Packed) for module in model.modules()):
+        raise ConfigError("a model with packed weights cannot be exported; load it with weights='expanded'")
     out_dir, quantise = Path(out_dir).absolute(), quantise or "none"
     values = config_to_dict(model.config, to, str(model.dtype).removeprefix("torch."), quantise)
     if quantise == "fp8-fp4":

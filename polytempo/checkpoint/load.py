@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,12 +15,14 @@ from tqdm import tqdm
 
 from polytempo.checkpoint.headers import TensorEntry
 from polytempo.checkpoint.names import Storage
+from polytempo.checkpoint.packed import RawReader, build_packed, may_overflow, place, require_packed
 from polytempo.checkpoint.quant import FP8_BLOCK, dequantise_fp4, dequantise_fp8
 from polytempo.checkpoint.reader import Checkpoint, CheckpointReport, LoadItem, read_checkpoint
 from polytempo.config import ModelConfig
 from polytempo.errors import CheckpointError, ConfigError, unknown_option
 from polytempo.model.deepseek_v4 import DeepseekV4
 
+WEIGHTS = ("expanded", "packed")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAN_SCALE = 0xFF
 _BAND_ELEMENTS = 2**20
@@ -31,6 +34,7 @@ def load_model(
     device: torch.device | str = "cpu",
     require_mtp: bool = False,
     progress: bool = True,
+    weights: str = WEIGHTS[0],
 ) -> tuple[DeepseekV4, CheckpointReport]:
     """Load a model in either form of checkpoint.
 
@@ -44,21 +48,32 @@ def load_model(
         device: where the weights go.
         require_mtp: fail if the checkpoint cannot speculate, with the list of what is missing.
         progress: show a bar on stderr if that is a terminal.
+        weights: "expanded" turns quantised weights into `dtype`; "packed" leaves them as the checkpoint stores them,
+            and they are expanded where they are used, to the same numbers. Memory then peaks at the bytes of the
+            checkpoint plus the largest tensor that is not quantised.
 
     Returns:
         The model, in eval mode and without gradients, and what the checkpoint held.
 
     Raises:
         CheckpointError: see `read_checkpoint`; also a scale of NaN, or a weight that is not finite.
-        ConfigError: config.json is not a model that can be built, or `dtype` is not supported.
+        ConfigError: config.json is not a model that can be built, `dtype` is not supported, or `weights` is
+            "packed" and no weight is quantised.
     """
+    if weights not in WEIGHTS:
+        raise ConfigError("option 'weights': " + unknown_option("value", str(weights), WEIGHTS))
     checkpoint = read_checkpoint(path, require_mtp)
-    model = DeepseekV4(checkpoint.config, resolve_dtype(dtype, checkpoint.config), device)
+    model_dtype = resolve_dtype(dtype, checkpoint.config)
+    if weights == "packed":
+        require_packed(checkpoint)
+        model, fill = build_packed(checkpoint, model_dtype, device), _fill_packed
+    else:
+        model, fill = DeepseekV4(checkpoint.config, model_dtype, device), _fill
     model.requires_grad_(False).eval()
     total = sum(item.weight.num_bytes for item in checkpoint.items)
     hidden = not progress or not sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden) as bar:
-        _fill(model, checkpoint, bar)
+        fill(model, checkpoint, bar)
     return model, checkpoint.report
 
 
@@ -105,6 +120,30 @@ def _fill(model: DeepseekV4, checkpoint: Checkpoint, bar: tqdm) -> None:
                 bar.update(item.weight.num_bytes)
 
 
+def _fill_packed(model: DeepseekV4, checkpoint: Checkpoint, bar: tqdm) -> None:
+    state = model.state_dict()
+    with RawReader(checkpoint.path) as reader:
+        for item in checkpoint.items:
+            if item.scale is None:
+                target = state[item.spec.key][item.spec.where]
+                _copy_checked(target, item, reader.read(item.weight), None, model.config)
+            else:
+                codes, scales = place(model, item)
+                reader.read_bytes(item.weight, codes)
+                reader.read_bytes(item.scale, scales)
+                _check_packed(item, codes, scales)
+            bar.update(item.weight.num_bytes)
+
+
+def _check_packed(item: LoadItem, codes: Tensor, scales: Tensor) -> None:
+    """Refuse what `_copy_checked` would."""
+    _check_scale(item, scales)
+    if may_overflow(item, codes, scales):
+        codes = codes if item.is_fp4 else codes.view(torch.float8_e4m3fn)
+        for _ in _values(item, codes, scales):
+            pass
+
+
 def _read_foreign_scales(path: Path, file: str, items: list[LoadItem]) -> dict[str, Tensor]:
     """Scales of this shard's weights that lie in other shards, each of which is opened once."""
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
@@ -121,29 +160,41 @@ def _read_foreign_scales(path: Path, file: str, items: list[LoadItem]) -> dict[s
 
 def _copy_checked(target: Tensor, item: LoadItem, data: Tensor, scale: Tensor | None, config: ModelConfig) -> None:
     """Write one weight's values into its place in the model, and refuse those that cannot be right."""
-    where = f"{item.weight.file}: tensor {item.weight.name!r}"
     if item.spec.storage is Storage.INT64:
         lowest, highest = data.aminmax()
         if lowest < 0 or highest >= config.n_routed_experts:
             raise CheckpointError(
-                f"{where} names experts {int(lowest)} to {int(highest)}; config field 'n_routed_experts' is "
-                f"{config.n_routed_experts}"
+                f"{item.weight.file}: tensor {item.weight.name!r} names experts {int(lowest)} to {int(highest)}; "
+                f"config field 'n_routed_experts' is {config.n_routed_experts}"
             )
         target.copy_(data)
         return
-    if scale is not None and (scale.view(torch.uint8) == _NAN_SCALE).any():
+    if scale is not None:
+        _check_scale(item, scale)
+    for start, values in _values(item, data, scale):
+        target[start : start + len(values)].copy_(values)
+
+
+def _check_scale(item: LoadItem, scale: Tensor) -> None:
+    if (scale.view(torch.uint8) == _NAN_SCALE).any():
         raise CheckpointError(
             f"{item.scale.file}: scale {item.scale.name!r} of tensor {item.weight.name!r} holds the byte "
             "0xFF, which is NaN"
         )
-    # By bands of rows, since dequantised values take up to eight times the room of their codes.
+
+
+def _values(item: LoadItem, data: Tensor, scale: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    """First row and values of one band of rows after another, all finite.
+
+    By bands, since dequantised values take up to eight times the room of their codes.
+    """
     band = max(_BAND_ELEMENTS // math.prod(item.spec.shape[1:]) // FP8_BLOCK, 1) * FP8_BLOCK
-    for start in range(0, len(target), band):
+    for start in range(0, len(data), band):
         values = _decode(item, data[start : start + band], scale, start)
         lowest, highest = values.aminmax()
         if not (torch.isfinite(lowest) and torch.isfinite(highest)):
-            raise CheckpointError(f"{where} holds a value that is not finite")
-        target[start : start + band].copy_(values)
+            raise CheckpointError(f"{item.weight.file}: tensor {item.weight.name!r} holds a value that is not finite")
+        yield start, values
 
 
 def _decode(item: LoadItem, codes: Tensor, scale: Tensor | None, start: int) -> Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 DTYPES = ("auto", "float32", "bfloat16")
+WEIGHTS = ("expanded", "packed")
 ENGINE_OPTIONS = (
     "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
     "memory", "prefix_cache", "queue_limit", "mixed_prompt_tokens", "kernels",
@@ -93,6 +94,11 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
                 help="Draft with the MTP block; never changes the output [default: auto, if there is one].",
             ),
             click.option("--draft-len", type=_IntegerOr("auto"), help="Drafts per step [default: auto, what pays]."),
+            click.option(
+                "--weights",
+                type=click.Choice(WEIGHTS),
+                help="Expand quantised weights to --dtype, or keep them as stored [default: expanded].",
+            ),
             click.option(
                 "--kernels",
                 type=click.Choice(KERNELS),
@@ -196,7 +202,7 @@ def open_llm(model: str | None, dtype: str, device: str, limits: Mapping[str, An
         model: checkpoint directory, None for the demo model.
         dtype: as for LLM.
         device: as for LLM.
-        limits: engine options; None is the default, other options are ignored.
+        limits: engine options and `weights`; None is the default, other options are ignored.
 
     Returns:
         The LLM.
@@ -213,4 +219,6 @@ def open_llm(model: str | None, dtype: str, device: str, limits: Mapping[str, An
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return LLM(model, dtype, device, **{name: limits[name] for name in ENGINE_OPTIONS if name in limits})
+    weights = limits.get("weights") or WEIGHTS[0]
+    options = {name: limits[name] for name in ENGINE_OPTIONS if name in limits}
+    return LLM(model, dtype, device, weights=weights, **options)

@@ -11,6 +11,12 @@ struct PtSite {
     const float *fn, *base, *scale, *norm;
 };
 
+// A weight matrix or a stack of them: plain in the compute dtype, or codes with scales (packed.h).
+struct PtMatrix {
+    const void *values, *scales;
+    int64_t kind;
+};
+
 struct PtCompressor {
     const void *wkv, *wgate;
     const float *ape, *norm;
@@ -23,13 +29,14 @@ struct PtLayer {
     int64_t experts, top_k, inner, shared_inner;
     double norm_eps, hc_eps, attn_scale, index_scale, route_scale, swiglu_limit;
     PtSite attn_site, ffn_site;
-    const void *wq_a, *wq_b, *wkv, *wo_a, *wo_b;
+    PtMatrix wq_a, wq_b, wkv, wo_a, wo_b;
     const float *q_norm, *kv_norm, *sink;
     PtCompressor compressor, index_compressor;
-    const void *index_wq_b, *index_weights;
+    PtMatrix index_wq_b;
+    const void* index_weights;
     const float *gate_weight, *gate_bias;
     const int64_t* gate_table;
-    const void *w13, *w2, *shared_w1, *shared_w2, *shared_w3;
+    PtMatrix w13, w2, shared_w1, shared_w2, shared_w3;
 };
 
 // State of one compressor over all slots; entry e of a slot is row e % 64 of block table[slot][e / 64].

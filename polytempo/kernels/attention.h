@@ -30,8 +30,8 @@ inline void project_inputs(const PtLayer& layer, const PtState& state, const PtT
     T** y = PT_SCRATCH(T*, MOST * count);
     Product<T> products[MOST];
     long used = 0;
-    auto add = [&](const void* w, long width) {
-        products[used] = {x_rows, y + used * count, (const T*)w, count, hidden, width};
+    auto add = [&](const Weights<T>& w, long width) {
+        products[used] = {x_rows, y + used * count, w, count, hidden, width};
         used++;
     };
     for (long t = 0; t < count; t++) y[t] = window_row<T>(layer, state, tokens.slots[t], tokens.positions[t]);
@@ -44,14 +44,14 @@ inline void project_inputs(const PtLayer& layer, const PtState& state, const PtT
                 for (long t = 0; t < count; t++)
                     y[used * count + t] = input_row<T>(part ? pool.gate : pool.kv, pool, tokens.slots[t],
                                                        tokens.positions[t], width);
-                add(part ? compressor.wgate : compressor.wkv, width);
+                add((const T*)(part ? compressor.wgate : compressor.wkv), width);
             }
         };
         if (layer.ratio) add_inputs(layer.compressor, state.pool, input_width);
         if (layer.index_heads) {
             add_inputs(layer.index_compressor, state.index_pool, 2 * layer.index_dim);
             row_pointers(y + used * count, to.index_weights, count, layer.index_heads);
-            add(layer.index_weights, layer.index_heads);
+            add((const T*)layer.index_weights, layer.index_heads);
         }
     }
     run(products, used, tokens.threads);
@@ -85,8 +85,8 @@ inline void project_queries(const PtLayer& layer, const PtTokens& tokens, Attent
     T** x_rows = row_pointers(PT_SCRATCH(T*, count), to.q_residual, count, layer.q_rank);
     T** q_rows = row_pointers(PT_SCRATCH(T*, count), to.q, count, width);
     T** index_rows = row_pointers(PT_SCRATCH(T*, count), to.index_q, count, index_width);
-    Product<T> products[2] = {{x_rows, q_rows, (const T*)layer.wq_b, count, layer.q_rank, width},
-                              {x_rows, index_rows, (const T*)layer.index_wq_b, count, layer.q_rank, index_width}};
+    Product<T> products[2] = {{x_rows, q_rows, layer.wq_b, count, layer.q_rank, width},
+                              {x_rows, index_rows, layer.index_wq_b, count, layer.q_rank, index_width}};
     run(products, layer.index_heads ? 2 : 1, tokens.threads);
     const long group = 4;
     share((count + group - 1) / group, tokens.threads, [&](long task) {
@@ -326,12 +326,12 @@ inline void project_output(const PtLayer& layer, const PtTokens& tokens, Attenti
     for (long group = 0; group < groups; group++) {
         row_pointers(x_rows + group * count, work.q + group * K, count, all);
         row_pointers(y_rows + group * count, work.grouped + group * rank, count, groups * rank);
-        products[group] = {x_rows + group * count, y_rows + group * count, (const T*)layer.wo_a + group * rank * K,
-                           count, K, rank};
+        products[group] = {x_rows + group * count, y_rows + group * count,
+                           Weights<T>(layer.wo_a).rows_from(group * rank), count, K, rank};
     }
     run(products, groups, tokens.threads);
     Product<T> last{row_pointers(PT_SCRATCH(T*, count), work.grouped, count, groups * rank),
-                    row_pointers(PT_SCRATCH(T*, count), y, count, layer.hidden), (const T*)layer.wo_b, count,
+                    row_pointers(PT_SCRATCH(T*, count), y, count, layer.hidden), layer.wo_b, count,
                     groups * rank, layer.hidden};
     run(&last, 1, tokens.threads);
 }

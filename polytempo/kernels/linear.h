@@ -3,10 +3,9 @@
 
 #include <algorithm>
 
-#include "args.h"
+#include "packed.h"
 #include "parallel.h"
 #include "profile.h"
-#include "vector.h"
 
 namespace pt {
 
@@ -31,7 +30,7 @@ template <class T, class O = T>
 struct Product {
     const T* const* x;
     O* const* y;
-    const T* w;
+    Weights<T> w;
     long rows, K, N;
 
     long panel() const { return std::max(8L, PANEL_BYTES / long(K * sizeof(T)) / 4 * 4); }
@@ -40,29 +39,34 @@ struct Product {
     long stretch(int64_t threads) const { return (N / (threads * TASKS_PER_THREAD) / panel() + 1) * panel(); }
     long tasks(int64_t threads) const { return row_tasks() * ((N + stretch(threads) - 1) / stretch(threads)); }
 
-    // R rows over a panel; `ahead` walks through the panel behind it as they do.
+    // Rows [column, last) of w, side by side.
+    const T* panel_weights(long column, long last) const {
+        return w.rows(column, last, K, w.is_plain() ? nullptr : PT_SCRATCH(T, panel() * K));
+    }
+
+    // R rows over a panel, whose weights these are; `ahead` walks through the panel behind it as they do.
     template <int R>
-    void some_rows(long row, long column, long last, Ahead& ahead) const {
-        for (; column + 4 <= last; column += 4) {
+    void some_rows(long row, long column, long last, const T* weights, Ahead& ahead) const {
+        for (; column + 4 <= last; column += 4, weights += 4 * K) {
             ahead.step();
-            const T* columns[4] = {w + column * K, w + (column + 1) * K, w + (column + 2) * K, w + (column + 3) * K};
+            const T* columns[4] = {weights, weights + K, weights + 2 * K, weights + 3 * K};
             store_rows<R, 4>(y + row, column, dots<T, R, 4>(x + row, columns, K));
         }
-        for (; column < last; column++) {
-            const T* one = w + column * K;
-            store_rows<R, 1>(y + row, column, dots<T, R, 1>(x + row, &one, K));
-        }
+        for (; column < last; column++, weights += K)
+            store_rows<R, 1>(y + row, column, dots<T, R, 1>(x + row, &weights, K));
     }
 
     void tile(long row, long last_row, long column, long last_column) const {
+        const T* weights = panel_weights(column, last_column);
         const long passes = (last_row - row + 3) / 4, quads = (last_column - column + 3) / 4;
-        // One pass uses weights as fast as they come; of several the first needs its whole panel.
-        const long distance = passes == 1 ? ((AHEAD_BYTES - 1) / long(4 * K * sizeof(T)) + 1) * 4 : last_column - column;
-        Ahead ahead(w + (column + distance) * K, (last_column - column) * K * sizeof(T), passes * quads);
-        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, ahead);
-        if (last_row - row == 3) some_rows<3>(row, column, last_column, ahead);
-        if (last_row - row == 2) some_rows<2>(row, column, last_column, ahead);
-        if (last_row - row == 1) some_rows<1>(row, column, last_column, ahead);
+        // One pass uses weights as fast as they come; of several the first needs its whole panel, as expanding does.
+        const bool is_steady = passes == 1 && w.is_plain();
+        const long distance = is_steady ? ((AHEAD_BYTES - 1) / (4 * w.row_bytes(K)) + 1) * 4 : last_column - column;
+        Ahead ahead(w.stored(column + distance, K), (last_column - column) * w.row_bytes(K), passes * quads);
+        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, weights, ahead);
+        if (last_row - row == 3) some_rows<3>(row, column, last_column, weights, ahead);
+        if (last_row - row == 2) some_rows<2>(row, column, last_column, weights, ahead);
+        if (last_row - row == 1) some_rows<1>(row, column, last_column, weights, ahead);
     }
 
     void columns(long row, long last_row, long column, long last_column) const {

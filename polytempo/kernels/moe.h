@@ -78,8 +78,8 @@ inline void swiglu(const float* gate, const float* up, long n, float limit, T* t
 
 // One expert over at most ROWS_PER_EXPERT_TASK rows: y[r] = w2 (swiglu(w1 x[r], w3 x[r])), float32.
 template <class T>
-inline void expert_rows(const PtLayer& layer, const T* const* x, float* const* y, long rows, const T* w1, const T* w3,
-                        const T* w2, long inner) {
+inline void expert_rows(const PtLayer& layer, const T* const* x, float* const* y, long rows, const Weights<T>& w1,
+                        const Weights<T>& w3, const Weights<T>& w2, long inner) {
     float* gate = PT_SCRATCH(float, ROWS_PER_EXPERT_TASK * inner);
     float* up = PT_SCRATCH(float, ROWS_PER_EXPERT_TASK * inner);
     T* middle = PT_SCRATCH(T, ROWS_PER_EXPERT_TASK * inner);
@@ -143,12 +143,13 @@ inline void moe(const PtLayer& layer, const PtTokens& tokens, const T* x, T* y) 
             results[i] = outputs + pair * hidden;
         }
         if (is_shared) {
-            expert_rows(layer, rows, results, task.rows, (const T*)layer.shared_w1, (const T*)layer.shared_w3,
-                        (const T*)layer.shared_w2, layer.shared_inner);
+            expert_rows<T>(layer, rows, results, task.rows, layer.shared_w1, layer.shared_w3, layer.shared_w2,
+                           layer.shared_inner);
         } else {
-            const T* w1 = (const T*)layer.w13 + task.expert * 2 * layer.inner * hidden;
-            const T* w2 = (const T*)layer.w2 + task.expert * layer.inner * hidden;
-            expert_rows(layer, rows, results, task.rows, w1, w1 + layer.inner * hidden, w2, layer.inner);
+            const Weights<T> w13(layer.w13), w2(layer.w2);  // w13: gate and up of every expert in turn
+            expert_rows<T>(layer, rows, results, task.rows, w13.part(2 * task.expert, layer.inner, hidden),
+                           w13.part(2 * task.expert + 1, layer.inner, hidden),
+                           w2.part(task.expert, hidden, layer.inner), layer.inner);
         }
     });
     const long group = 8;

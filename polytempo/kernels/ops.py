@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polytempo.errors import InvariantError
+from polytempo.kernels.structs import PLAIN, Matrix
 from polytempo.kernels.threads import kernel_threads
 
 
@@ -49,9 +50,29 @@ def linear(library: ctypes.CDLL, x: Tensor, weight: Tensor, threads: int | None 
     check_operand("weight", weight, x.dtype)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise InvariantError(f"kernel linear got x {tuple(x.shape)} and weight {tuple(weight.shape)}")
-    (rows, depth), width = x.shape, weight.shape[0]
+    return linear_by(library, x, Matrix(weight.data_ptr(), None, PLAIN), weight.shape[0], threads)
+
+
+def linear_by(library: ctypes.CDLL, x: Tensor, matrix: Matrix, width: int, threads: int | None = None) -> Tensor:
+    """As `linear`, by a matrix of any kind.
+
+    Args:
+        library: from `build.load`.
+        x: [M, K], M >= 0, float32 or bfloat16, contiguous.
+        matrix: [width, K], in x's dtype if it is plain; trusted to be what it says.
+        width: N.
+        threads: most threads; None: as many as torch.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        InvariantError: x is not what the kernel reads.
+    """
+    check_operand("x", x)
+    rows, depth = x.shape
     out = x.new_empty(rows, width)
-    library.pt_linear(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, depth, width,
+    library.pt_linear(x.data_ptr(), ctypes.byref(matrix), out.data_ptr(), rows, depth, width,
                       x.dtype == torch.bfloat16, threads or kernel_threads())  # fmt: skip
     return out
 

@@ -41,7 +41,7 @@ void keys_only(const PtLayer& layer, const PtState& state, const PtTokens& token
 }
 
 template <class T>
-void linear(const T* x, const T* w, T* y, long rows, long K, long N, int64_t threads) {
+void linear(const T* x, const Weights<T>& w, T* y, long rows, long K, long N, int64_t threads) {
     Timed timed(LINEAR);
     Product<T> product{row_pointers(PT_SCRATCH(T*, rows), (T*)x, rows, K),
                        row_pointers(PT_SCRATCH(T*, rows), y, rows, N), w, rows, K, N};
@@ -101,12 +101,12 @@ PT_EXPORT void pt_head(const PtLayer* layer, const PtSite* site, const PtTokens*
 }
 
 // y [rows, N] = x [rows, K] . w [N, K], all row-major and contiguous.
-PT_EXPORT void pt_linear(const void* x, const void* w, void* y, int64_t rows, int64_t K, int64_t N, int64_t is_bf16,
+PT_EXPORT void pt_linear(const void* x, const PtMatrix* w, void* y, int64_t rows, int64_t K, int64_t N, int64_t is_bf16,
                          int64_t threads) {
     if (is_bf16)
-        pt::linear((const bf16*)x, (const bf16*)w, (bf16*)y, rows, K, N, threads);
+        pt::linear<bf16>((const bf16*)x, *w, (bf16*)y, rows, K, N, threads);
     else
-        pt::linear((const float*)x, (const float*)w, (float*)y, rows, K, N, threads);
+        pt::linear<float>((const float*)x, *w, (float*)y, rows, K, N, threads);
 }
 
 // y [rows, N] = weight * x / rms(x).
@@ -137,8 +137,8 @@ PT_EXPORT const char* pt_part_name(int64_t index) { return index < pt::NUM_PARTS
 
 // Size of structure number `index` in the order of args.h; 0 after the last.
 PT_EXPORT int64_t pt_struct_size(int64_t index) {
-    const int64_t all[] = {sizeof(PtSite),  sizeof(PtCompressor), sizeof(PtLayer),
-                           sizeof(PtPool), sizeof(PtState),      sizeof(PtTokens)};
+    const int64_t all[] = {sizeof(PtSite), sizeof(PtMatrix), sizeof(PtCompressor), sizeof(PtLayer),
+                           sizeof(PtPool), sizeof(PtState),  sizeof(PtTokens)};
     return index < int64_t(sizeof all / sizeof *all) ? all[index] : 0;
 }
 

@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Sequence
 
 INT, REAL, POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+# How a matrix is stored: in the compute dtype, or as kernels/packed.h expands it.
+PLAIN, FP8, FP4 = range(3)
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -16,6 +18,12 @@ class Site(ctypes.Structure):
     """Weights of one mHC site and of the norm behind it."""
 
     _fields_ = _fields(POINTER, "fn base scale norm")
+
+
+class Matrix(ctypes.Structure):
+    """A weight matrix, or a stack of them: addresses of its values and scales, and a kind of those above."""
+
+    _fields_ = [*_fields(POINTER, "values scales"), ("kind", INT)]
 
 
 class CompressorWeights(ctypes.Structure):
@@ -34,10 +42,12 @@ class Layer(ctypes.Structure):
         *_fields(INT, "experts top_k inner shared_inner"),
         *_fields(REAL, "norm_eps hc_eps attn_scale index_scale route_scale swiglu_limit"),
         *_fields(Site, "attn_site ffn_site"),
-        *_fields(POINTER, "wq_a wq_b wkv wo_a wo_b q_norm kv_norm sink"),
+        *_fields(Matrix, "wq_a wq_b wkv wo_a wo_b"),
+        *_fields(POINTER, "q_norm kv_norm sink"),
         *_fields(CompressorWeights, "compressor index_compressor"),
-        *_fields(POINTER, "index_wq_b index_weights"),
-        *_fields(POINTER, "gate_weight gate_bias gate_table w13 w2 shared_w1 shared_w2 shared_w3"),
+        ("index_wq_b", Matrix),
+        *_fields(POINTER, "index_weights gate_weight gate_bias gate_table"),
+        *_fields(Matrix, "w13 w2 shared_w1 shared_w2 shared_w3"),
     ]
 
 
@@ -59,7 +69,7 @@ class Tokens(ctypes.Structure):
     _fields_ = [("count", INT), *_fields(POINTER, "ids slots positions cos sin"), *_fields(INT, "is_bf16 threads")]
 
 
-_ALL = (Site, CompressorWeights, Layer, Pool, State, Tokens)
+_ALL = (Site, Matrix, CompressorWeights, Layer, Pool, State, Tokens)
 _SIGNATURES: dict[str, Sequence[type]] = {
     "pt_block": (POINTER,) * 5,
     "pt_keys_only": (POINTER,) * 4,

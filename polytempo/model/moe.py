@@ -80,11 +80,11 @@ class Experts(nn.Module):
         """
         num_tokens, top_k = expert_ids.shape
         order = expert_ids.flatten().argsort(stable=True)
-        counts = expert_ids.flatten().bincount(minlength=self.w13.shape[0]).tolist()
+        counts = expert_ids.flatten().bincount(minlength=len(self.w13)).tolist()
         groups = x[order // top_k].split(counts)
         outputs = [
-            self._expert(group, w13, w2)
-            for group, w13, w2 in zip(groups, self.w13.unbind(0), self.w2.unbind(0), strict=True)
+            self._expert(group, self.w13[expert], self.w2[expert])
+            for expert, group in enumerate(groups)
             if group.shape[0]
         ]
         place = torch.empty_like(order)

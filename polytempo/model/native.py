@@ -16,9 +16,10 @@ from polytempo.cache.view import BatchView
 from polytempo.errors import ConfigError
 from polytempo.kernels import ops
 from polytempo.kernels.build import KernelError, load, load_or_note
-from polytempo.kernels.structs import CompressorWeights, Layer, Pool, Site, State, Tokens
+from polytempo.kernels.structs import PLAIN, CompressorWeights, Layer, Matrix, Pool, Site, State, Tokens
 from polytempo.kernels.threads import kernel_threads
 from polytempo.model.compressor import Compressor
+from polytempo.model.packed import Packed, PackedLinear
 from polytempo.model.rope import RopeAngles, RopeTables
 
 MAX_STREAMS = 8
@@ -60,7 +61,7 @@ def _misfit(model: nn.Module) -> str | None:
         return f"the model is {model.dtype}"
     if model.config.hc_mult > MAX_STREAMS:
         return f"the model has {model.config.hc_mult} streams; the kernels take {MAX_STREAMS}"
-    for name, weight in model.named_parameters():
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if not weight.is_contiguous():
             return f"weight {name!r} is not contiguous"
     return None
@@ -146,13 +147,28 @@ class NativeModel:
         """As `MTPBlock.combine`."""
         block, library = self.mtp_blocks[0], self.library
         normed = ops.rms_norm(library, streams.contiguous(), block.hnorm.weight, block.hnorm.eps)
-        hidden = ops.linear(library, normed.flatten(0, 1), block.h_proj.weight).view_as(streams)
+        hidden = self._linear(normed.flatten(0, 1), block.h_proj).view_as(streams)
         following = ops.rms_norm(library, self.embed(view.token_ids), block.enorm.weight, block.enorm.eps)
-        return hidden + ops.linear(library, following, block.e_proj.weight).unsqueeze(1)
+        return hidden + self._linear(following, block.e_proj).unsqueeze(1)
+
+    def _linear(self, x: Tensor, linear: nn.Module) -> Tensor:
+        """A projection of the MTP block, D to D."""
+        return ops.linear_by(self.library, x, linear_matrix(linear), x.shape[1])
 
     def _mtp_arguments(self, tables: RopeTables, store: RowStore, view: BatchView) -> tuple:
         tokens = self._tokens(view, tables.plain)
         return ctypes.byref(self.mtp[0]), ctypes.byref(_state(store.mtp[0], view)), ctypes.byref(tokens)
+
+
+def linear_matrix(linear: nn.Module) -> Matrix:
+    """The weight of a Linear or PackedLinear as the kernels take it; the caller keeps the module alive."""
+    return _matrix(linear.stored if isinstance(linear, PackedLinear) else linear.weight)
+
+
+def _matrix(weight: Tensor | Packed) -> Matrix:
+    if isinstance(weight, Packed):
+        return Matrix(*_pointers(weight.codes, weight.scales), weight.kind)
+    return Matrix(weight.data_ptr(), None, PLAIN)
 
 
 def _pointers(*tensors: Tensor) -> list[int]:
@@ -167,14 +183,14 @@ def _layer(model: nn.Module, block: nn.Module) -> Layer:
         heads=attn.num_heads, head_dim=attn.head_dim, rope_pairs=config.qk_rope_head_dim // 2,
         q_rank=config.q_lora_rank, groups=attn.num_groups, o_rank=config.o_lora_rank, ratio=attn.ratio,
         window=config.sliding_window, experts=config.n_routed_experts, top_k=ffn.gate.top_k,
-        inner=config.moe_intermediate_size, shared_inner=ffn.shared_experts.w1.weight.shape[0],
+        inner=config.moe_intermediate_size, shared_inner=config.moe_intermediate_size * config.n_shared_experts,
         norm_eps=config.rms_norm_eps, hc_eps=config.hc_eps, attn_scale=attn.scale,
         route_scale=ffn.gate.route_scale, swiglu_limit=ffn.experts.limit,
         attn_site=_site(block.hc_attn, block.attn_norm), ffn_site=_site(block.hc_ffn, block.ffn_norm),
     )  # fmt: skip
-    for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "q_norm", "kv_norm"):
-        setattr(layer, name, getattr(attn, name).weight.data_ptr())
-    layer.sink = attn.attn_sink.data_ptr()
+    for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"):
+        setattr(layer, name, linear_matrix(getattr(attn, name)))
+    layer.q_norm, layer.kv_norm, layer.sink = _pointers(attn.q_norm.weight, attn.kv_norm.weight, attn.attn_sink)
     if attn.ratio:
         layer.compressor = _compressor(attn.compressor)
     if hasattr(attn, "indexer"):
@@ -182,15 +198,15 @@ def _layer(model: nn.Module, block: nn.Module) -> Layer:
         layer.index_heads, layer.index_dim, layer.index_top_k = indexer.num_heads, indexer.head_dim, indexer.top_k
         layer.index_scale = indexer.scale
         layer.index_compressor = _compressor(indexer.compressor)
-        layer.index_wq_b, layer.index_weights = _pointers(indexer.wq_b.weight, indexer.weights_proj.weight)
+        layer.index_wq_b, layer.index_weights = linear_matrix(indexer.wq_b), indexer.weights_proj.weight.data_ptr()
     gate, experts, shared = ffn.gate, ffn.experts, ffn.shared_experts
-    layer.gate_weight, layer.w13, layer.w2 = _pointers(gate.weight, experts.w13, experts.w2)
+    layer.gate_weight, layer.w13, layer.w2 = gate.weight.data_ptr(), _matrix(experts.w13), _matrix(experts.w2)
     if gate.is_hash:
         layer.gate_table = gate.tid2eid.data_ptr()
     else:
         layer.gate_bias = gate.bias.data_ptr()
     for name in ("w1", "w2", "w3"):
-        setattr(layer, f"shared_{name}", getattr(shared, name).weight.data_ptr())
+        setattr(layer, f"shared_{name}", linear_matrix(getattr(shared, name)))
     return layer
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from kernel_support import DTYPES
 from polytempo.errors import InvariantError
 from polytempo.kernels import ops
 from polytempo.kernels.build import load
+from polytempo.kernels.structs import PLAIN, Matrix
 from polytempo.model.ops import RMSNorm
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -99,7 +102,8 @@ def test_memory_around_the_operands_is_neither_read_nor_written(library, dtype):
         assert torch.equal(ops.linear(library, *inside), expected)
         out = torch.full((55 + 100,), 7.0, dtype=dtype)
         target = out[shift : shift + 55]
-        library.pt_linear(inside[0].data_ptr(), inside[1].data_ptr(), target.data_ptr(), 5, 37, 11,
+        weight_of = ctypes.byref(Matrix(inside[1].data_ptr(), None, PLAIN))
+        library.pt_linear(inside[0].data_ptr(), weight_of, target.data_ptr(), 5, 37, 11,
                           dtype == torch.bfloat16, 1)  # fmt: skip
         assert torch.equal(target.view(5, 11), expected)
         assert (out[:shift] == 7).all() and (out[shift + 55 :] == 7).all()
