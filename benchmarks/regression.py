@@ -32,7 +32,7 @@ def step_ms(base: LLM, kernels: str, rows: int) -> tuple[float, list]:
         kernels=kernels,
     )  # fmt: skip
     work = prompts(base.tokenizer, base.model.config.vocab_size, PROMPT_LENS, rows, seed=0)
-    result = measure(llm, Mode(0), work, MAX_TOKENS)
+    result = measure(llm, Mode(0), [work], MAX_TOKENS)
     return statistics.median(result.step_ms), result.outputs
 
 

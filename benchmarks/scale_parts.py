@@ -152,7 +152,7 @@ def _decode(
         base.model, base.tokenizer, max_rows=rows, max_model_len=max(PROMPT_LENS) + max_tokens,
         speculate=mode.speculate, draft_len=draft_len, max_step_tokens=max(1024, rows * (draft_len + 1)),
     )  # fmt: skip
-    return measure(llm, mode, work, max_tokens, scripted)
+    return measure(llm, mode, [work], max_tokens, scripted)
 
 
 def batch_step(base: LLM, batches: Sequence[int], max_tokens: int, repeat: int) -> dict[str, dict]:

@@ -65,7 +65,7 @@ class Measurement:
         tokens_per_forward: tokens of all rows / (rows · timed steps).
         acceptance: accepted / drafted by place in the run.
         mtp_forwards_per_step: whole-block forwards of the proposer per timed step.
-        positions: per step, every row's number of tokens, for the picture.
+        positions: per step of the first batch, every row's number of tokens, for the picture.
         outputs: every row's output tokens.
     """
 
@@ -109,23 +109,47 @@ def oracle_script(
 def measure(
     llm: LLM,
     mode: Mode,
-    prompts: Sequence[Sequence[int]],
+    rounds: Sequence[Sequence[Sequence[int]]],
     max_tokens: int,
     scripted: tuple[float, Sequence[Sequence[int]]] | None = None,
 ) -> Measurement:
-    """Decode one batch.
+    """Decode batches one after another, as an engine that lives on does.
 
     Args:
-        llm: with at least as many rows as prompts, built for this mode's options.
+        llm: with at least as many rows as the widest batch has prompts, built for this mode's options.
         mode: label and draft length.
-        prompts: one per row.
+        rounds: batches of equally many prompts, one per row.
         max_tokens: output tokens per row.
-        scripted: (acceptance, the outputs) replaces the MTP block by drafts that are right that often.
+        scripted: (acceptance, the outputs of all batches) replaces the MTP block by drafts that are right that often.
 
     Returns:
         The measurement.
     """
-    engine = llm.engine
+    batch = len(rounds[0])
+    result = Measurement(mode, str(llm.model.dtype).removeprefix("torch."), torch.get_num_threads(), batch)
+    totals, forwards = DraftStats(), 0
+    for place, prompts in enumerate(rounds):
+        of_round = None
+        if scripted is not None:
+            of_round = scripted[0], scripted[1][place * batch : (place + 1) * batch]
+        forwards += _decode(llm, result, totals, prompts, max_tokens, of_round)
+    num_steps = max(1, len(result.step_ms))
+    result.tokens_per_forward = result.tokens / (batch * num_steps)
+    result.mtp_forwards_per_step = forwards / num_steps
+    result.acceptance = totals.acceptance_by_place
+    return result
+
+
+def _decode(
+    llm: LLM,
+    result: Measurement,
+    totals: DraftStats,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    scripted: tuple[float, Sequence[Sequence[int]]] | None,
+) -> int:
+    """Decode one batch, adding to the result and totals; returns the proposer's forwards in the timed steps."""
+    engine, mode = llm.engine, result.mode
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     rows = [llm.rows_of(list(prompt), params)[0] for prompt in prompts]
     engine.add(rows)
@@ -134,15 +158,15 @@ def measure(
         acceptance, outputs = scripted
         script = oracle_script(outputs, rows, acceptance, llm.model.config.vocab_size, seed=0)
         engine.proposer = ScriptedProposer(script)
-    result = Measurement(mode, str(llm.model.dtype).removeprefix("torch."), torch.get_num_threads(), len(rows))
-    forwards = 0
+    forwards, is_first = 0, not result.positions
     while engine.has_work:
         all_decode = len(engine.scheduler.running) == len(rows) and all(row.is_decoding for row in rows)
         before, forwards_before = sum(row.num_tokens for row in rows), getattr(engine.proposer, "num_forwards", 0)
         engine.seconds, start = StepSeconds(), time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - start
-        result.positions.append([row.num_tokens for row in rows])
+        if is_first:
+            result.positions.append([row.num_tokens for row in rows])
         if all_decode:
             result.tokens += sum(row.num_tokens for row in rows) - before
             result.seconds += seconds
@@ -150,12 +174,7 @@ def measure(
             result.step_ms.append(seconds * 1e3)
             forwards += getattr(engine.proposer, "num_forwards", 0) - forwards_before
     engine.proposer = real
-    num_steps = max(1, len(result.step_ms))
-    result.tokens_per_forward = result.tokens / (len(rows) * num_steps)
-    result.mtp_forwards_per_step = forwards / num_steps
-    totals = DraftStats()
     for row in rows:
         totals.add(row.stats)
-    result.acceptance = totals.acceptance_by_place
-    result.outputs = [tuple(row.output_token_ids) for row in rows]
-    return result
+    result.outputs += [tuple(row.output_token_ids) for row in rows]
+    return forwards

@@ -29,6 +29,7 @@ class Suite:
     prompt_lens: Sequence[int] = (32, 200, 64, 400)
     max_tokens: int = 64
     scripted_acceptance: float | None = None
+    rounds: int = 1
     repeat: int = 1
     threads: Sequence[int] = ()
     seed: int = 0
@@ -82,13 +83,15 @@ def run_suite(suite: Suite) -> list[Measurement]:
 
 
 def _measure_batch(suite: Suite, base: LLM, batch: int, bar: tqdm) -> Iterator[Measurement]:
-    work = prompts(base.tokenizer, base.model.config.vocab_size, suite.prompt_lens, batch, suite.seed)
+    count = batch * suite.rounds
+    work = prompts(base.tokenizer, base.model.config.vocab_size, suite.prompt_lens, count, suite.seed)
+    rounds = [work[start : start + batch] for start in range(0, count, batch)]
     runs: dict[Mode, list[Measurement]] = {mode: [] for mode in suite.modes()}
     scripted = None
     for _ in range(suite.repeat):
         for mode, mode_runs in runs.items():
             llm = _engine(suite, base, mode, batch)
-            mode_runs.append(measure(llm, mode, work, suite.max_tokens, scripted))
+            mode_runs.append(measure(llm, mode, rounds, suite.max_tokens, scripted))
             if suite.scripted_acceptance is not None and scripted is None:
                 scripted = suite.scripted_acceptance, mode_runs[0].outputs
             bar.update()

@@ -73,7 +73,7 @@ class PooledState:
             self.entries[torch.tensor(pool.fresh, device=self.entries.device)] = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerState:
     """State of one layer.
 

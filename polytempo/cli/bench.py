@@ -83,6 +83,7 @@ class _Rates(click.ParamType):
 @click.option("--prompt-lens", default="32,200,64,400", show_default=True, type=_List(), help="Mix, in turn.")
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(2), help="Output tokens per row.")
 @click.option("--scripted-acceptance", type=click.FloatRange(0, 1), help="Drafts right with this probability.")
+@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Batches, one after another.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs; the median counts.")
 @click.option("--threads", default="", type=_List(), help="Torch threads [default: as torch chooses].")
 @click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="C++ or torch.")

@@ -39,6 +39,13 @@ struct PtLayer {
     PtMatrix w13, w2, shared_w1, shared_w2, shared_w3;
 };
 
+// What an MTP block makes its input of; the block itself is a PtLayer. Embeddings are plain.
+struct PtMtp {
+    const float *hnorm, *enorm;
+    PtMatrix h_proj, e_proj;
+    const void* embed;
+};
+
 // State of one compressor over all slots; entry e of a slot is row e % 64 of block table[slot][e / 64].
 struct PtPool {
     void *kv, *gate, *entries;

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "hyper.h"
 #include "moe.h"
+#include "mtp.h"
 
 #define PT_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -41,6 +42,21 @@ void keys_only(const PtLayer& layer, const PtState& state, const PtTokens& token
 }
 
 template <class T>
+void mtp_block(const PtLayer& layer, const PtMtp& mtp, const PtState& state, const PtTokens& tokens, const T* streams,
+               T* to) {
+    T* inputs = PT_SCRATCH(T, tokens.count * layer.hc * layer.hidden);
+    combine(layer, mtp, tokens, streams, inputs);
+    block(layer, state, tokens, inputs, to);
+}
+
+template <class T>
+void mtp_keys(const PtLayer& layer, const PtMtp& mtp, const PtState& state, const PtTokens& tokens, const T* streams) {
+    T* inputs = PT_SCRATCH(T, tokens.count * layer.hc * layer.hidden);
+    combine(layer, mtp, tokens, streams, inputs);
+    keys_only(layer, state, tokens, inputs);
+}
+
+template <class T>
 void linear(const T* x, const Weights<T>& w, T* y, long rows, long K, long N, int64_t threads) {
     Timed timed(LINEAR);
     Product<T> product{row_pointers(PT_SCRATCH(T*, rows), (T*)x, rows, K),
@@ -65,10 +81,18 @@ PT_EXPORT void pt_block(const PtLayer* layer, const PtState* state, const PtToke
                 pt::block(*layer, *state, *tokens, (const float*)streams, (float*)to));
 }
 
-// Only the keys that pt_block would write.
-PT_EXPORT void pt_keys_only(const PtLayer* layer, const PtState* state, const PtTokens* tokens, const void* streams) {
-    PT_DISPATCH(pt::keys_only(*layer, *state, *tokens, (const bf16*)streams),
-                pt::keys_only(*layer, *state, *tokens, (const float*)streams));
+// The MTP block over streams [T, hc, D] of positions and the tokens behind them, to the streams of the next position.
+PT_EXPORT void pt_mtp_block(const PtLayer* layer, const PtMtp* mtp, const PtState* state, const PtTokens* tokens,
+                            const void* streams, void* to) {
+    PT_DISPATCH(pt::mtp_block(*layer, *mtp, *state, *tokens, (const bf16*)streams, (bf16*)to),
+                pt::mtp_block(*layer, *mtp, *state, *tokens, (const float*)streams, (float*)to));
+}
+
+// Only the keys that pt_mtp_block would write.
+PT_EXPORT void pt_mtp_keys(const PtLayer* layer, const PtMtp* mtp, const PtState* state, const PtTokens* tokens,
+                           const void* streams) {
+    PT_DISPATCH(pt::mtp_keys(*layer, *mtp, *state, *tokens, (const bf16*)streams),
+                pt::mtp_keys(*layer, *mtp, *state, *tokens, (const float*)streams));
 }
 
 // x [T, D], normalised, to y [T, D] through attention alone.
@@ -137,7 +161,7 @@ PT_EXPORT const char* pt_part_name(int64_t index) { return index < pt::NUM_PARTS
 
 // Size of structure number `index` in the order of args.h; 0 after the last.
 PT_EXPORT int64_t pt_struct_size(int64_t index) {
-    const int64_t all[] = {sizeof(PtSite), sizeof(PtMatrix), sizeof(PtCompressor), sizeof(PtLayer),
+    const int64_t all[] = {sizeof(PtSite), sizeof(PtMatrix), sizeof(PtCompressor), sizeof(PtLayer), sizeof(PtMtp),
                            sizeof(PtPool), sizeof(PtState),  sizeof(PtTokens)};
     return index < int64_t(sizeof all / sizeof *all) ? all[index] : 0;
 }

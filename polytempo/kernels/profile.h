@@ -5,10 +5,10 @@
 
 namespace pt {
 
-enum Part { MHC, INPUTS, QUERIES, ENTRIES, ATTENTION, OUTPUT, ROUTER, EXPERTS, HEAD, LINEAR, NUM_PARTS };
+enum Part { MHC, INPUTS, QUERIES, ENTRIES, ATTENTION, OUTPUT, ROUTER, EXPERTS, HEAD, LINEAR, COMBINE, NUM_PARTS };
 
-inline const char* const PART_NAMES[NUM_PARTS] = {"mhc",       "inputs", "queries", "entries", "attention",
-                                                  "output",    "router", "experts", "head",    "linear"};
+inline const char* const PART_NAMES[NUM_PARTS] = {"mhc",     "inputs", "queries", "entries", "attention", "output",
+                                                  "router", "experts", "head",    "linear",  "combine"};
 
 struct Profile {
     bool is_on = false;

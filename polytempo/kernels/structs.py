@@ -51,6 +51,12 @@ class Layer(ctypes.Structure):
     ]
 
 
+class Mtp(ctypes.Structure):
+    """What an MTP block makes its input of."""
+
+    _fields_ = [*_fields(POINTER, "hnorm enorm"), *_fields(Matrix, "h_proj e_proj"), ("embed", POINTER)]
+
+
 class Pool(ctypes.Structure):
     """State of one compressor: rings of inputs, and entries found through a block table."""
 
@@ -69,10 +75,11 @@ class Tokens(ctypes.Structure):
     _fields_ = [("count", INT), *_fields(POINTER, "ids slots positions cos sin"), *_fields(INT, "is_bf16 threads")]
 
 
-_ALL = (Site, Matrix, CompressorWeights, Layer, Pool, State, Tokens)
+_ALL = (Site, Matrix, CompressorWeights, Layer, Mtp, Pool, State, Tokens)
 _SIGNATURES: dict[str, Sequence[type]] = {
     "pt_block": (POINTER,) * 5,
-    "pt_keys_only": (POINTER,) * 4,
+    "pt_mtp_block": (POINTER,) * 6,
+    "pt_mtp_keys": (POINTER,) * 5,
     "pt_attention": (POINTER,) * 5,
     "pt_site": (POINTER,) * 7,
     "pt_expand": (POINTER,) * 7,

@@ -7,16 +7,17 @@ Twins: model.forward and the modules that it runs.
 from __future__ import annotations
 
 import ctypes
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from polytempo.cache.store import LayerState, PooledState, RowStore
+from polytempo.cache.store import LayerState, RowStore
 from polytempo.cache.view import BatchView
 from polytempo.errors import ConfigError
 from polytempo.kernels import ops
 from polytempo.kernels.build import KernelError, load, load_or_note
-from polytempo.kernels.structs import PLAIN, CompressorWeights, Layer, Matrix, Pool, Site, State, Tokens
+from polytempo.kernels.structs import PLAIN, CompressorWeights, Layer, Matrix, Mtp, Pool, Site, State, Tokens
 from polytempo.kernels.threads import kernel_threads
 from polytempo.model.compressor import Compressor
 from polytempo.model.packed import Packed, PackedLinear
@@ -80,11 +81,13 @@ class NativeModel:
 
     def __init__(self, library: ctypes.CDLL, model: nn.Module) -> None:
         self.library, self.dtype, self.num_streams = library, model.dtype, model.config.hc_mult
-        self.embed, self.vocab_projection, self.mtp_blocks = model.embed, model.head, list(model.mtp)
+        self.embed, self.vocab_projection = model.embed, model.head
         self.memory = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         self.first_weight = model.embed.weight.data_ptr()
         self.layers = [_layer(model, block) for block in model.layers]
         self.mtp = [_layer(model, block) for block in model.mtp]
+        self.mtp_inputs = [_mtp_inputs(model, block) for block in model.mtp]
+        self._states: WeakKeyDictionary[LayerState, tuple[State, list[Tensor]]] = WeakKeyDictionary()
         self.head = Site(*_pointers(model.hc_head.fn, model.hc_head.base, model.hc_head.scale, model.norm.weight))
         self.mtp_heads = [
             Site(*_pointers(b.hc_head.fn, b.hc_head.base, b.hc_head.scale, b.norm.weight)) for b in model.mtp
@@ -105,22 +108,24 @@ class NativeModel:
         spare = torch.empty_like(streams)
         tokens = {ratio: self._tokens(view, tables.for_ratio(ratio)) for ratio in {x.ratio for x in self.layers}}
         for layer, state in zip(self.layers, store.layers, strict=True):
-            arguments = ctypes.byref(layer), ctypes.byref(_state(state, view)), ctypes.byref(tokens[layer.ratio])
+            arguments = ctypes.byref(layer), ctypes.byref(self._state(state, view)), ctypes.byref(tokens[layer.ratio])
             self.library.pt_block(*arguments, streams.data_ptr(), spare.data_ptr())
             streams, spare = spare, streams
         return streams
 
     def mtp_block(self, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor) -> Tensor:
         """As `forward.mtp_forward`."""
-        inputs = self._combine(view, streams)
-        out = torch.empty_like(inputs)
-        self.library.pt_block(*self._mtp_arguments(tables, store, view), inputs.data_ptr(), out.data_ptr())
+        streams = streams.contiguous()
+        ops.check_operand("streams", streams, self.dtype)
+        out = torch.empty_like(streams)
+        self.library.pt_mtp_block(*self._mtp_arguments(tables, store, view), streams.data_ptr(), out.data_ptr())
         return out
 
     def mtp_keys(self, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor) -> None:
         """As `forward.mtp_write`."""
-        inputs = self._combine(view, streams)
-        self.library.pt_keys_only(*self._mtp_arguments(tables, store, view), inputs.data_ptr())
+        streams = streams.contiguous()
+        ops.check_operand("streams", streams, self.dtype)
+        self.library.pt_mtp_keys(*self._mtp_arguments(tables, store, view), streams.data_ptr())
 
     def logits(self, streams: Tensor, is_mtp: bool = False) -> Tensor:
         """Logits [T, vocab] of streams [T, hc, D], through the target's or the MTP block's own head."""
@@ -143,21 +148,21 @@ class NativeModel:
             self._is_bf16, kernel_threads(),
         )  # fmt: skip
 
-    def _combine(self, view: BatchView, streams: Tensor) -> Tensor:
-        """As `MTPBlock.combine`."""
-        block, library = self.mtp_blocks[0], self.library
-        normed = ops.rms_norm(library, streams.contiguous(), block.hnorm.weight, block.hnorm.eps)
-        hidden = self._linear(normed.flatten(0, 1), block.h_proj).view_as(streams)
-        following = ops.rms_norm(library, self.embed(view.token_ids), block.enorm.weight, block.enorm.eps)
-        return hidden + self._linear(following, block.e_proj).unsqueeze(1)
-
-    def _linear(self, x: Tensor, linear: nn.Module) -> Tensor:
-        """A projection of the MTP block, D to D."""
-        return ops.linear_by(self.library, x, linear_matrix(linear), x.shape[1])
-
     def _mtp_arguments(self, tables: RopeTables, store: RowStore, view: BatchView) -> tuple:
-        tokens = self._tokens(view, tables.plain)
-        return ctypes.byref(self.mtp[0]), ctypes.byref(_state(store.mtp[0], view)), ctypes.byref(tokens)
+        tokens, state = self._tokens(view, tables.plain), self._state(store.mtp[0], view)
+        return ctypes.byref(self.mtp[0]), ctypes.byref(self.mtp_inputs[0]), ctypes.byref(state), ctypes.byref(tokens)
+
+    def _state(self, state: LayerState, view: BatchView) -> State:
+        """Where a layer's state lies: found anew only when a pool has moved, but for the view's block table."""
+        known, entries = self._states.get(state, (None, None))
+        if known is None or any(pool.entries is not old for pool, old in zip(state.pooled, entries, strict=True)):
+            known, entries = _addresses(state), [pool.entries for pool in state.pooled]
+            self._states[state] = known, entries
+        if state.compressed is not None:
+            table = view.block_tables[state.shape.ratio]
+            known.pool.table = known.index_pool.table = table.data_ptr()
+            known.pool.table_width = known.index_pool.table_width = table.shape[1]
+        return known
 
 
 def linear_matrix(linear: nn.Module) -> Matrix:
@@ -210,6 +215,12 @@ def _layer(model: nn.Module, block: nn.Module) -> Layer:
     return layer
 
 
+def _mtp_inputs(model: nn.Module, block: nn.Module) -> Mtp:
+    """What an MTP block makes its input of; the caller keeps model and block alive."""
+    projections = linear_matrix(block.h_proj), linear_matrix(block.e_proj)
+    return Mtp(*_pointers(block.hnorm.weight, block.enorm.weight), *projections, model.embed.weight.data_ptr())
+
+
 def _site(connection: nn.Module, norm: nn.Module) -> Site:
     return Site(*_pointers(connection.fn, connection.base, connection.scale, norm.weight))
 
@@ -220,13 +231,11 @@ def _compressor(compressor: Compressor) -> CompressorWeights:
     )
 
 
-def _state(state: LayerState, view: BatchView) -> State:
+def _addresses(state: LayerState) -> State:
+    """All of a layer's state but the block table."""
     found = State(window=state.window.data_ptr(), window_cells=state.window.shape[1])
     for name, pooled in (("pool", state.compressed), ("index_pool", state.index)):
         if pooled is not None:
-            setattr(found, name, _pool(pooled, view.block_tables[state.shape.ratio]))
+            own = Pool(*_pointers(pooled.kv, pooled.gate, pooled.entries), cells=pooled.kv.shape[1])
+            setattr(found, name, own)
     return found
-
-
-def _pool(pool: PooledState, table: Tensor) -> Pool:
-    return Pool(*_pointers(pool.kv, pool.gate, pool.entries, table), pool.kv.shape[1], table.shape[1])

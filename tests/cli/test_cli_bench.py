@@ -7,8 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from polytempo.bench.report import disagreements, table
-from polytempo.bench.run import Measurement, Mode
+from polytempo.bench.run import Measurement, Mode, measure
 from polytempo.cli import cli
+from polytempo.llm import LLM
 
 SMALL = ["bench", "-b", "1,3", "--draft-lens", "0,2", "--prompt-lens", "4,9", "--max-tokens", "8"]
 
@@ -46,6 +47,19 @@ def test_scripted_acceptance_of_0_accepts_nothing():
     outcome = CliRunner().invoke(cli, [*SMALL, "--scripted-acceptance", "0"])
     last = json.loads(outcome.stdout.splitlines()[-1])
     assert all(f["acceptance"] == [0.0, 0.0] for f in last["results"] if f["mode"] != "none") and last["same_tokens"]
+
+
+def test_rounds_are_other_prompts_on_the_same_engine():
+    """Two rounds decode twice the tokens, and the first round's are those of a run of one."""
+    one, two = (
+        measure(LLM(max_rows=2, max_model_len=32), Mode(2), rounds, 8)
+        for rounds in ([[[5, 6], [7, 8, 9]]], [[[5, 6], [7, 8, 9]], [[10, 11], [12]]])
+    )
+    assert two.outputs[:2] == one.outputs and len(two.outputs) == 4 and two.tokens > one.tokens
+    assert two.positions == one.positions and len(two.step_ms) > len(one.step_ms)
+    outcome = CliRunner().invoke(cli, [*SMALL, "--rounds", "2", "--scripted-acceptance", "1"])
+    last = json.loads(outcome.stdout.splitlines()[-1])
+    assert last["same_tokens"] and all(f["acceptance"] in ([], [1.0, 1.0]) for f in last["results"])
 
 
 def test_phases_and_shares(result):

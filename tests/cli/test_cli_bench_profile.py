@@ -23,7 +23,8 @@ def test_parts_of_the_kernels(tmp_path):
     (plain, drafting), text = profiles("--draft-lens", "0,2", "--kernels", "native", "--out", str(tmp_path))
     parts = plain["parts"]
     expected = {"mhc", "inputs", "queries", "entries", "attention", "output", "router", "experts", "head", "linear"}
-    assert set(parts) == expected | {"torch and Python"}
+    assert set(parts) == expected | {"combine", "torch and Python"}
+    assert parts.pop("combine") == 0 < drafting["parts"]["combine"]
     assert all(ms > 0 for ms in parts.values()) and sum(parts.values()) == pytest.approx(plain["step_ms"])
     assert sum(plain["phases"].values()) == pytest.approx(plain["step_ms"])
     assert parts["experts"] + parts["attention"] < plain["phases"]["forward"]
