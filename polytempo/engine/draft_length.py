@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from statistics import median_low
-
-import numpy as np
 
 from polytempo.engine.row import Row
 from polytempo.engine_config import EngineConfig
@@ -15,6 +14,8 @@ FORGET = 0.99
 """Weight of a size that was not seen again, per measurement since."""
 MEDIAN_OVER = 9
 """Measurements that a size's median goes over."""
+FIT_EVERY = 8
+"""Measurements between two fits: one takes longer than choosing lengths."""
 MOST_SIZES = 32
 """Sizes that are remembered."""
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0
@@ -75,19 +76,27 @@ class LinearCost:
     is_base: bool = True
     count: int = 0
     recent: dict[int, tuple[list[float], int]] = field(default_factory=dict)
+    _line: tuple[float, float] | None = None
 
     def record(self, size: int, seconds: float) -> None:
         """Add one measurement; older ones fade, and the first, of cold caches, is not kept."""
         self.count += 1
         if self.count == 1:
             return
+        self._line = None if self.count < FIT_EVERY or self.count % FIT_EVERY == 0 else self._line
         seen, _ = self.recent.get(size, ([], 0))
         self.recent[size] = ([*seen[1 - MEDIAN_OVER :], seconds], self.count)
         if len(self.recent) > MOST_SIZES:
             del self.recent[min(self.recent, key=lambda size: self.recent[size][1])]
 
-    def fit(self) -> tuple[float, float]:
-        """Base and slope, neither negative."""
+    @property
+    def line(self) -> tuple[float, float]:
+        """Base and slope, neither negative; at most FIT_EVERY measurements old."""
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> tuple[float, float]:
         if not self.recent:
             return 0.0, 0.0
         points = [
@@ -207,22 +216,22 @@ class DraftPolicy:
     def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
         """The lengths of most expected tokens per second.
 
-        Every draft costs the same, so the best are the likeliest; a row's later drafts are never likelier than those
-        before. A row of which little is known is taken for the engine's average.
+        Every draft costs the same, so the likeliest of all comes next, for as long as tokens per second rise; a row's
+        later drafts are never likelier than those before. A row of which little is known is taken for the engine's
+        average.
         """
-        base, per_token = self.verify_cost.fit()
-        draft_base, per_draft = self.draft_cost.fit()
-        prior = self.accepted / self.examined
-        chances = np.array([row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows])
-        depths = np.arange(1, max(room) + 1)
-        gains = np.where(depths <= np.array(room)[:, None], chances[:, None] ** depths, -1.0)
-        order = np.argsort(-gains, axis=None, kind="stable")[: sum(room)]
-        counts = np.arange(1, len(order) + 1)
-        tokens = len(rows) + gains.ravel()[order].cumsum()
-        seconds = base + draft_base + per_token * len(rows) + (per_token + per_draft) * counts
-        rates = tokens / np.maximum(seconds, 1e-12)
-        best = int(rates.argmax())
-        if rates[best] * (base + per_token * len(rows)) <= len(rows):
-            return [0] * len(rows)
-        chosen = order[: best + 1] // len(depths)
-        return np.bincount(chosen, minlength=len(rows)).tolist()
+        base, per_token = self.verify_cost.line
+        draft_base, per_draft = self.draft_cost.line
+        prior, per_pair = self.accepted / self.examined, per_token + per_draft
+        plain_seconds = base + per_token * len(rows)
+        chances = [row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows]
+        lengths, tokens, seconds = [0] * len(rows), float(len(rows)), plain_seconds + draft_base
+        likeliest = [(-chance, place) for place, chance in enumerate(chances) if room[place]]
+        heapify(likeliest)
+        while likeliest and -likeliest[0][0] * seconds > tokens * per_pair:
+            gain, place = heappop(likeliest)
+            lengths[place] += 1
+            tokens, seconds = tokens - gain, seconds + per_pair
+            if lengths[place] < room[place]:
+                heappush(likeliest, (gain * chances[place], place))
+        return lengths if tokens * plain_seconds > len(rows) * seconds else [0] * len(rows)

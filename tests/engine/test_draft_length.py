@@ -72,23 +72,23 @@ def test_rows_in_their_prompt_and_finished_rows_get_none():
 def test_linear_cost_recovers_a_line_and_forgets():
     cost = LinearCost()
     cost.record(50, 1000.0)
-    assert cost.fit() == (0.0, 0.0), "the first measurement is cold"
+    assert cost.line == (0.0, 0.0), "the first measurement is cold"
     for size in (1, 4, 9, 2, 7):
         cost.record(size, 0.5 + 0.25 * size)
-    assert cost.fit() == pytest.approx((0.5, 0.25))
+    assert cost.line == pytest.approx((0.5, 0.25))
     for _ in range(800):
         for size in (1, 5):
             cost.record(size, 2.0 + 0.1 * size)
-    assert cost.fit() == pytest.approx((2.0, 0.1), rel=1e-2)
+    assert cost.line == pytest.approx((2.0, 0.1), rel=1e-2)
     for is_base, expected in ((True, (0.9, 0.0)), (False, (0.0, 0.3))):
         constant = LinearCost(is_base)
         for _ in range(5):
             constant.record(3, 0.9)
-        assert constant.fit() == pytest.approx(expected)
+        assert constant.line == pytest.approx(expected)
     noisy = LinearCost()
     for size, seconds in ((1, 9.0), (1, 2.0), (8, 1.0)):
         noisy.record(size, seconds)
-    assert noisy.fit()[1] == 0.0, "more tokens never cost less"
+    assert noisy.line[1] == 0.0, "more tokens never cost less"
 
 
 def test_a_batch_that_settles_on_one_size_does_not_forget_what_a_token_costs():
@@ -98,14 +98,14 @@ def test_a_batch_that_settles_on_one_size_does_not_forget_what_a_token_costs():
         cost.record(size, 1.0 + 0.5 * size)
     for _ in range(500):
         cost.record(6, 4.0)
-    assert cost.fit() == pytest.approx((1.0, 0.5), rel=1e-2)
+    assert cost.line == pytest.approx((1.0, 0.5), rel=1e-2)
 
 
 def test_sizes_are_remembered_in_bounds():
     cost = LinearCost()
     for size in range(1000):
         cost.record(size, 1.0 + size)
-    assert len(cost.recent) <= MOST_SIZES and cost.fit() == pytest.approx((1.0, 1.0), rel=1e-3)
+    assert len(cost.recent) <= MOST_SIZES and cost.line == pytest.approx((1.0, 1.0), rel=1e-3)
 
 
 def test_auto_drafts_where_it_pays():
@@ -116,6 +116,13 @@ def test_auto_drafts_where_it_pays():
     assert dear.lengths([make_row(acceptance=0.95)]) == [0]
     middle = policy_with(base=1.0, per_token=0.1, draft_base=0.05, per_draft=0.1)
     assert middle.lengths([make_row(acceptance=0.02)]) == [0]
+
+
+def test_a_proposer_that_costs_more_than_all_drafts_gain_is_not_asked():
+    """Seven sure drafts give 8 tokens, but for nine times a step; at four times they pay."""
+    for draft_base, expected in ((8.0, 0), (3.0, AUTO_MAX_DRAFTS)):
+        policy = policy_with(base=1.0, per_token=0.001, draft_base=draft_base, per_draft=0.001)
+        assert policy.lengths([make_row(acceptance=0.999)]) == [expected]
 
 
 def test_auto_is_per_row_and_in_order_of_acceptance():
@@ -216,7 +223,7 @@ def test_a_step_that_was_held_up_decides_nothing():
         policy.verify_cost.record(size, 1.0 + 0.001 * size)
     for size in (1, 5):
         policy.verify_cost.record(size, 50.0)
-    assert policy.verify_cost.fit() == pytest.approx((1.0, 0.001))
+    assert policy.verify_cost.line == pytest.approx((1.0, 0.001))
     assert policy.lengths([make_row(acceptance=0.95)]) == [AUTO_MAX_DRAFTS]
 
 
