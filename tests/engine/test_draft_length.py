@@ -119,7 +119,7 @@ def test_auto_drafts_where_it_pays():
 
 
 def test_a_proposer_that_costs_more_than_all_drafts_gain_is_not_asked():
-    """Seven sure drafts give 8 tokens, but for nine times a step; at four times they pay."""
+    """Five sure drafts give six tokens: not for nine times the time of a step, but for four times it."""
     for draft_base, expected in ((8.0, 0), (3.0, AUTO_MAX_DRAFTS)):
         policy = policy_with(base=1.0, per_token=0.001, draft_base=draft_base, per_draft=0.001)
         assert policy.lengths([make_row(acceptance=0.999)]) == [expected]
