@@ -141,10 +141,13 @@ class EntryPool:
                 f"slot {slot} needs blocks for {num_tokens} tokens; {self.num_bytes} of {self.budget} bytes are taken "
                 f"and {[len(pool.free) for pool in self.ratios.values()]} blocks free (ratios {list(self.ratios)})"
             )
-        for pool in self.ratios.values():
+        lacking = {ratio: max(0, pool.missing(slot, num_tokens) - len(pool.free)) for ratio, pool in self.ratios.items()}
+        promised = sum(lacking[ratio] * pool.block_bytes for ratio, pool in self.ratios.items())
+        for ratio, pool in self.ratios.items():
             missing = pool.missing(slot, num_tokens)
-            if missing > len(pool.free):
-                self._grow(pool, missing - len(pool.free))
+            promised -= lacking[ratio] * pool.block_bytes
+            if lacking[ratio]:
+                self._grow(pool, lacking[ratio], promised)
             held = pool.held(slot)
             for place in range(held, held + missing):
                 block = heapq.heappop(pool.free)
@@ -152,10 +155,11 @@ class EntryPool:
                 pool.fresh.append(block)
             pool.counts[slot] += missing
 
-    def _grow(self, pool: RatioPool, least: int) -> None:
+    def _grow(self, pool: RatioPool, least: int, promised: int) -> None:
+        """Add at least `least` blocks, and more only of what is left when the other ratios took `promised` bytes."""
         count = max(least, pool.size // GROWTH)
         if self.budget is not None:
-            count = min(count, max(least, (self.budget - self.num_bytes) // pool.block_bytes))
+            count = min(count, max(least, (self.budget - self.num_bytes - promised) // pool.block_bytes))
         most = 1 + pool.table.size
         count = min(count, most - pool.size)
         for block in range(pool.size, pool.size + count):

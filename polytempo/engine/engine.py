@@ -23,6 +23,7 @@ from polytempo.kernels.threads import torch_on_one_thread
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.forward import uses_kernels
 from polytempo.model.rope import RopeTables
+from polytempo.thread_placement import warn_about_threads
 from polytempo.types import FinishReason
 
 
@@ -54,6 +55,8 @@ class Engine:
         self.scheduler = Scheduler(config, store.pool)
         tables = RopeTables.build(model.config, config.max_model_len, model.device)
         chosen = model if config.kernels == AUTO else model.with_kernels(config.kernels)
+        if model.device.type == "cpu":
+            warn_about_threads()
         _ = chosen.native  # built here, if ever, and not in the first step
         prefix_cache = PrefixCache(store, config.prefix_cache) if config.prefix_cache else None
         self.target = Target(chosen, tables, store, config, prefix_cache)
