@@ -141,10 +141,11 @@ class EntryPool:
                 f"slot {slot} needs blocks for {num_tokens} tokens; {self.num_bytes} of {self.budget} bytes are taken "
                 f"and {[len(pool.free) for pool in self.ratios.values()]} blocks free (ratios {list(self.ratios)})"
             )
-        lacking = {ratio: max(0, pool.missing(slot, num_tokens) - len(pool.free)) for ratio, pool in self.ratios.items()}
+        missing_of = {ratio: pool.missing(slot, num_tokens) for ratio, pool in self.ratios.items()}
+        lacking = {ratio: max(0, missing_of[ratio] - len(pool.free)) for ratio, pool in self.ratios.items()}
         promised = sum(lacking[ratio] * pool.block_bytes for ratio, pool in self.ratios.items())
         for ratio, pool in self.ratios.items():
-            missing = pool.missing(slot, num_tokens)
+            missing = missing_of[ratio]
             promised -= lacking[ratio] * pool.block_bytes
             if lacking[ratio]:
                 self._grow(pool, lacking[ratio], promised)
