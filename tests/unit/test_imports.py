@@ -11,8 +11,8 @@ import polytempo
 
 ROOT = Path(polytempo.__file__).parent
 # A module may import from its own part and from parts before it, never from one beside it.
-ORDER = (("errors",), ("types", "config", "engine_config"),
-         ("tokenizer", "cache", "kernels", "thread_placement"), ("model",), ("checkpoint", "engine"), ("llm", "serving_thread"), ("demo", "invariance", "bench", "async_llm"),
+ORDER = (("errors",), ("types", "config", "engine_config"), ("tokenizer", "cache", "kernels", "thread_placement"),
+         ("model",), ("checkpoint", "engine"), ("llm", "serving_thread"), ("demo", "invariance", "bench", "async_llm"),
          ("server",), ("cli",))  # fmt: skip
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 NO_TORCH = ("errors.py", "types.py", "config.py", "engine_config.py", "tokenizer.py", "cache/layout.py",
