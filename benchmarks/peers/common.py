@@ -25,7 +25,7 @@ class Work:
         max_tokens: decode steps.
         prompt_lens: prompts of one row, for prefill alone.
         dtype: "bfloat16" or "float32".
-        mode: "none" or, where an engine can draft, "auto".
+        mode: "none"; of polytempo also "auto", with drafts, and "packed", weights as the checkpoint stores them.
         threads: for engines that do not take the number from OMP_NUM_THREADS; None leaves it to them.
     """
 
@@ -48,7 +48,7 @@ def read_work(description: str) -> Work:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompt-lens", default="")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--mode", choices=["none", "auto"], default="none")
+    parser.add_argument("--mode", choices=["none", "packed", "auto"], default="none")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--memory-gib", type=float, help="most memory that this process may take")
     options = parser.parse_args()

@@ -17,7 +17,8 @@ from polytempo import LLM, SamplingParams
 def decode(base: LLM, work: Work, batch: int) -> dict:
     """Prefill, then steps in which all rows decode; with drafts, all their tokens over all their seconds."""
     llm = LLM.from_model(
-        base.model, None, max_rows=batch, max_model_len=work.prompt_len + work.max_tokens + 8, speculate=work.mode,
+        base.model, None, max_rows=batch, max_model_len=work.prompt_len + work.max_tokens + 8,
+        speculate="auto" if work.mode == "auto" else "none",
         # All prompts in one step: the first rows would otherwise be done before the last ones start.
         max_step_tokens=max(1024, batch * work.prompt_len),
     )  # fmt: skip
@@ -34,7 +35,7 @@ def decode(base: LLM, work: Work, batch: int) -> dict:
         steps.append(time.perf_counter() - started)
         gained += sum(row.num_tokens for row in rows) - count
     figures = decode_figures(batch, work.prompt_len, prefill_seconds, steps)
-    if work.mode != "none":
+    if work.mode == "auto":
         figures["tokens_per_second"] = round(gained / sum(steps), 1)
     return figures
 
@@ -51,7 +52,10 @@ def prefill(base: LLM, length: int) -> float:
 def main() -> None:
     """Command line."""
     work = read_work(__doc__)
-    base = LLM(work.checkpoint, work.dtype, tokenizer=False, max_rows=1, max_model_len=64, progress=False)
+    weights = "packed" if work.mode == "packed" else "expanded"
+    base = LLM(
+        work.checkpoint, work.dtype, tokenizer=False, weights=weights, max_rows=1, max_model_len=64, progress=False
+    )
     report("polytempo", work, lambda batch: decode(base, work, batch), lambda length: prefill(base, length))
 
 

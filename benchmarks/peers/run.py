@@ -1,7 +1,7 @@
 """Run engines one after the other on one checkpoint, each in a process of its own, and print one table.
 
     python benchmarks/peers/run.py DIR [--engines polytempo,transformers,vllm,llama.cpp] [-b 1,8,32,128] [--repeat 1]
-        [--prompt-lens 256,2048,16384] [--dtype bfloat16,float32] [--modes none,auto] [--python vllm=FILE]
+        [--prompt-lens 256,2048,16384] [--dtype bfloat16,float32] [--modes none,packed,auto] [--python vllm=FILE]
 
 DIR is what make_checkpoint.py wrote; forms that lack are made. Engines take turns; of the repeats the median counts. An
 engine runs in the interpreter that --python names for it, else in .venv-NAME beside pyproject.toml if there is, else
@@ -42,7 +42,7 @@ class Engine:
         script: in this directory.
         form: of the checkpoint, below DIR.
         dtypes: those that it is asked for.
-        modes: "auto" drafts.
+        modes: "auto" drafts, "packed" keeps weights as the checkpoint stores them.
         can_limit: whether it lives with a limit on its memory.
     """
 
@@ -54,7 +54,7 @@ class Engine:
 
 
 ENGINES = {
-    "polytempo": Engine("polytempo_peer.py", "official", modes=("none", "auto")),
+    "polytempo": Engine("polytempo_peer.py", "official", modes=("none", "packed", "auto")),
     "transformers": Engine("transformers_peer.py", "hf"),
     "vllm": Engine("vllm_peer.py", "bf16", can_limit=False),
     "llama.cpp": Engine("llama_cpp_peer.py", "model.gguf", dtypes=("bfloat16",)),
@@ -176,7 +176,7 @@ def ratio(row: dict, rows: list[dict], name: str) -> str:
 
 def table(rows: list[dict]) -> str:
     """A line per figure and per failure."""
-    lines = [f"{'engine':<13}{'dtype':<14}{'drafts':<7}{'what':<9}{'size':>6}{'tok/s':>10}{'ratio':>7}{'step ms':>10}"
+    lines = [f"{'engine':<13}{'dtype':<14}{'mode':<7}{'what':<9}{'size':>6}{'tok/s':>10}{'ratio':>7}{'step ms':>10}"
              f"{'prefill tok/s':>15}{'ratio':>7}"]  # fmt: skip
     for row in rows:
         head = (f"{row['engine']:<13}{row['dtype']:<14}{row['mode']:<7}{row.get('kind', ''):<9}"
@@ -200,7 +200,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompt-lens", default="256,2048,16384", help="of one row, for prefill alone; '' for none")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--modes", default="none,auto", help="of polytempo: without drafts, and with what pays")
+    parser.add_argument("--modes", default="none,packed,auto", help="of polytempo: plain, packed weights, drafts")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--threads", type=int, help="of llama.cpp; others follow OMP_NUM_THREADS")
     parser.add_argument("--time-limit", type=float, default=60.0, help="most seconds for one figure")
