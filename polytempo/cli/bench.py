@@ -96,7 +96,7 @@ class _Rates(click.ParamType):
 )
 @click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="With --server: of each run.")
 @click.option("--api-key", envvar="POLYTEMPO_API_KEY", help="With --server: its key.")
-@click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Write bench.json and plots here.")
+@click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Write bench.json and plots here, or profile.json.")
 def bench_command(out_dir: Path | None, server: str | None, clients: list[int], rates: list[float], requests: int,
                   api_key: str | None, **options: object) -> None:  # fmt: skip
     """Measure decode throughput; every mode decodes the same prompts, and their tokens must be equal.
