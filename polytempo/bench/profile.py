@@ -11,6 +11,7 @@ import torch
 from polytempo.bench.run import Mode
 from polytempo.engine.engine import Engine
 from polytempo.engine.stats import StepSeconds
+from polytempo.errors import ConfigError
 from polytempo.kernels.profile import part_seconds
 from polytempo.llm import LLM
 from polytempo.model.forward import uses_kernels
@@ -56,6 +57,9 @@ def profile(llm: LLM, mode: Mode, prompts: Sequence[Sequence[int]], steps: int) 
 
     Returns:
         The profile.
+
+    Raises:
+        ConfigError: a row ended before there was a step to time.
     """
     engine = llm.engine
     params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=engine.config.max_model_len)
@@ -73,14 +77,18 @@ def profile(llm: LLM, mode: Mode, prompts: Sequence[Sequence[int]], steps: int) 
             done += 1
     for row in rows:
         engine.abort(row.request.request_id)
+    if not done:
+        raise ConfigError(
+            f"a row ended within the {WARM_STEPS} steps before the first timed one; --max-tokens must be larger"
+        )
     total = engine.seconds.total
     parts = dict(sorted(seconds.items(), key=lambda part: -part[1])[:MOST_PARTS])
     parts[OTHER] = max(0.0, total - sum(parts.values()))
 
     def per_step(named: dict[str, float]) -> dict[str, float]:
-        return {name: value / max(1, done) * 1e3 for name, value in named.items()}
+        return {name: value / done * 1e3 for name, value in named.items()}
 
-    return Profile(mode, len(rows), done, total / max(1, done) * 1e3, per_step(asdict(engine.seconds)),
+    return Profile(mode, len(rows), done, total / done * 1e3, per_step(asdict(engine.seconds)),
                    per_step(parts), in_kernels)  # fmt: skip
 
 
@@ -103,5 +111,5 @@ def profile_table(found: Profile) -> str:
     phases = ", ".join(f"{name} {ms:.2f}" for name, ms in found.phases.items())
     lines = [f"{found.mode.name}, {found.batch} rows: {found.step_ms:.2f} ms a step (mean of {found.steps}): {phases}"]
     lines.append(f"  {kind:<32} {'ms':>8}  share")
-    lines += [f"  {name:<32.32} {ms:8.3f}  {ms / (found.step_ms or 1.0):5.1%}" for name, ms in found.parts.items()]
+    lines += [f"  {name:<32.32} {ms:8.3f}  {ms / found.step_ms:5.1%}" for name, ms in found.parts.items()]
     return "\n".join(lines)

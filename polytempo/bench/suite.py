@@ -121,7 +121,7 @@ def profile_suite(suite: Suite) -> list[Profile]:
     Raises:
         CheckpointError, ConfigError, RequestError: as LLM.
     """
-    base = LLM(suite.model_dir, suite.dtypes[0])
+    base = LLM(suite.model_dir, suite.dtypes[0], weights=suite.weights)
     if suite.threads:
         torch.set_num_threads(suite.threads[0])
     found = []

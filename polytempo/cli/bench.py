@@ -97,7 +97,7 @@ class _Rates(click.ParamType):
 )
 @click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="With --server: of each run.")
 @click.option("--api-key", envvar="POLYTEMPO_API_KEY", help="With --server: its key.")
-@click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Write bench.json and plots here.")
+@click.option("--out", "out_dir", type=click.Path(path_type=Path), help="Where JSON and plots go.")
 def bench_command(out_dir: Path | None, server: str | None, clients: list[int], rates: list[float], requests: int,
                   api_key: str | None, **options: object) -> None:  # fmt: skip
     """Measure decode throughput; every mode decodes the same prompts, and their tokens must be equal.
@@ -122,6 +122,8 @@ def bench_command(out_dir: Path | None, server: str | None, clients: list[int], 
         load = Load(server, requests, prompt_lens=options["prompt_lens"], max_tokens=options["max_tokens"],
                     seed=options["seed"], api_key=api_key)  # fmt: skip
         of_clients = [replace(load, num_clients=number) for number in clients]
+        if not clients and not rates:
+            raise click.UsageError("--server needs a number of --clients, or --rates")
         _measure_server([replace(load, rate=rate) for rate in rates] or of_clients, out_dir)
         return
     if is_profile:

@@ -152,7 +152,7 @@ class Engine:
         for row in self.scheduler.admit():
             # Zeroed at admission: whatever its last owner left, even NaN, cannot reach this row.
             self.target.store.clear(row.slot)
-            if self.sharing is None or not self.sharing.seat(row):
+            if self.sharing is None or not self.sharing.seat(row, self.proposer):
                 self._reuse_prefix(row)
         planned = self.scheduler.plan()
         self.seconds.plan += time.perf_counter() - started
@@ -165,7 +165,7 @@ class Engine:
             finally:
                 self._is_stepping = False
             if self.sharing is not None:
-                self.sharing.hand_over(planned)
+                self.sharing.hand_over(planned, self.proposer)
             self.seconds.add(seconds)
             self.num_steps += 1
         finished = late + self._release()
@@ -193,6 +193,8 @@ class Engine:
 
     def _release(self) -> list[Row]:
         finished = self.scheduler.release_finished()
+        if self.sharing is not None:
+            self.sharing.drop_unwanted()
         now = time.monotonic()
         for row in finished:
             row.request.finished = now

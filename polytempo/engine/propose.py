@@ -57,6 +57,9 @@ class Proposer(Protocol):
     def resume(self, row: Row, streams: Tensor) -> None:
         """Take up a row whose state was restored up to kv_len; `streams` [1, hc, D] are of position kv_len − 1."""
 
+    def settle(self) -> None:
+        """Bring the store up to date: a slot is about to be copied, or written from a copy."""
+
 
 class NoProposer:
     """Plain decoding."""
@@ -68,6 +71,9 @@ class NoProposer:
 
     def resume(self, row: Row, streams: Tensor) -> None:
         """Nothing to take up."""
+
+    def settle(self) -> None:
+        """Nothing is held back."""
 
 
 class ScriptedProposer:
@@ -89,6 +95,9 @@ class ScriptedProposer:
 
     def resume(self, row: Row, streams: Tensor) -> None:
         """A script has no state."""
+
+    def settle(self) -> None:
+        """Nor does it hold any back."""
 
 
 class MTPProposer:
@@ -149,6 +158,11 @@ class MTPProposer:
     def _is_kept(self, item: CaughtUp) -> bool:
         """Whether a snapshot of the row is about to be taken, which needs its keys."""
         return self.target.prefix_cache is not None and self.target.prefix_cache.is_due(item.row, item.start)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Copy the streams that are only noted: those of a slot's last owner may not land on the copy that it gets."""
+        self._keep_streams()
 
     def _write_keys(self, rows: Sequence[tuple[CaughtUp, int]], streams: Tensor) -> None:
         """Write the keys that rows lack of their last window, but for the pair that the whole block will write."""

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from polytempo.cache.fork import SlotCopy, copy_slot, paste_slot
 from polytempo.cache.store import RowStore
-from polytempo.engine.row import Row
+from polytempo.engine.propose import Proposer
+from polytempo.engine.row import Request, Row
 from polytempo.engine.scheduler import PlannedRow, Scheduler
 
 
 @dataclass(frozen=True)
 class _ReadPrompt:
-    """State after all prompt tokens but the last, and how far it has keys of the MTP block."""
+    """State of a request after all prompt tokens but the last, and how far it has keys of the MTP block."""
 
+    request: Request
     state: SlotCopy
     mtp_len: int
 
@@ -36,40 +38,53 @@ class PromptSharing:
     def __init__(self, store: RowStore, scheduler: Scheduler) -> None:
         self.store, self.scheduler = store, scheduler
         self.num_rows = self.num_tokens = 0
-        self._kept: dict[str, _ReadPrompt] = {}
+        # By id(request), which is held: one that was aborted may be followed by another of the same name.
+        self._kept: dict[int, _ReadPrompt] = {}
 
     @property
     def num_kept(self) -> int:
         """Copies that wait for choices without a seat."""
         return len(self._kept)
 
-    def seat(self, row: Row) -> bool:
+    def seat(self, row: Row, proposer: Proposer) -> bool:
         """Start a newly seated row, in its cleared slot, from its request's copy; False if there is none."""
-        prompt = self._kept.get(row.request.request_id)
-        return prompt is not None and self._give(prompt, row)
+        prompt = self._kept.get(id(row.request))
+        if prompt is None:
+            return False
+        proposer.settle()
+        return self._give(prompt, row)
 
-    def hand_over(self, planned: Sequence[PlannedRow]) -> None:
-        """After a step: rows that have read their prompt in it share it. Called before finished rows are released."""
+    def hand_over(self, planned: Sequence[PlannedRow], proposer: Proposer) -> None:
+        """After a step: rows that have read their prompt in it share it. Called before finished rows are released.
+
+        Args:
+            planned: of the step.
+            proposer: that drafted in it.
+        """
         for item in planned:
             row, last = item.row, len(item.row.request.prompt_token_ids) - 1
             has_read = item.segment.start < last <= item.segment.end - item.num_drafts
             if has_read and row.request.params.n > 1 and row.error is None:
-                self._share(row, last)
-        if self._kept:
-            wanted = {row.request.request_id for row in self.scheduler.waiting if not row.is_finished}
-            self._kept = {name: prompt for name, prompt in self._kept.items() if name in wanted}
+                self._share(row, last, proposer)
 
-    def _share(self, reader: Row, num_tokens: int) -> None:
+    def drop_unwanted(self) -> None:
+        """Forget the copies that no waiting row will take."""
+        if self._kept:
+            wanted = {id(row.request) for row in self.scheduler.waiting if not row.is_finished}
+            self._kept = {key: prompt for key, prompt in self._kept.items() if key in wanted}
+
+    def _share(self, reader: Row, num_tokens: int, proposer: Proposer) -> None:
         takers = [row for row in (*self.scheduler.running, *self.scheduler.waiting)
                   if row.request is reader.request and row.is_reading_prompt and not row.is_finished]  # fmt: skip
         if not takers:
             return
+        proposer.settle()
         # A reader that ended with its first token made no keys for its last chunk: followers count on none before it.
         mtp_len = num_tokens if reader.is_finished else min(reader.mtp_len, num_tokens)
-        prompt = _ReadPrompt(copy_slot(self.store, reader.slot, num_tokens), mtp_len)
+        prompt = _ReadPrompt(reader.request, copy_slot(self.store, reader.slot, num_tokens), mtp_len)
         for row in takers:
             if row.slot is None:
-                self._kept[row.request.request_id] = prompt
+                self._kept[id(row.request)] = prompt
             else:
                 self._give(prompt, row)
 

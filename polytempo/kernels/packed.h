@@ -50,7 +50,8 @@ template <class T>
 inline void expand_run(const uint8_t* codes, uint8_t scale, T* to) {
     uint8_t nibbles[FP4_RUN];
     for (long i = 0; i < FP4_RUN / 2; i++) nibbles[2 * i] = codes[i] & 15, nibbles[2 * i + 1] = codes[i] >> 4;
-    for (long i = 0; i < FP4_RUN; i += LANES) store(to + i, decode16<2, 1>(load_bytes(nibbles + i)) * scale_value(scale));
+    for (long i = 0; i < FP4_RUN; i += LANES)
+        store(to + i, decode16<2, 1>(load_bytes(nibbles + i)) * scale_value(scale));
 }
 
 // `count` columns, at most FP8_BLOCK, that share a scale.

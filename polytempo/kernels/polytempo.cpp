@@ -1,4 +1,4 @@
-// The C interface. Callers check shapes, dtypes and contiguity (kernels/native.py); pointers are trusted here.
+// The C interface. Callers check shapes, dtypes and contiguity (model/native.py, kernels/ops.py); pointers are trusted.
 
 #include "attention.h"
 #include "hyper.h"
@@ -96,7 +96,8 @@ PT_EXPORT void pt_mtp_keys(const PtLayer* layer, const PtMtp* mtp, const PtState
 }
 
 // x [T, D], normalised, to y [T, D] through attention alone.
-PT_EXPORT void pt_attention(const PtLayer* layer, const PtState* state, const PtTokens* tokens, const void* x, void* y) {
+PT_EXPORT void pt_attention(const PtLayer* layer, const PtState* state, const PtTokens* tokens, const void* x,
+                            void* y) {
     PT_DISPATCH(pt::attention(*layer, *state, *tokens, (const bf16*)x, (bf16*)y, false),
                 pt::attention(*layer, *state, *tokens, (const float*)x, (float*)y, false));
 }

@@ -9,11 +9,17 @@ from contextvars import ContextVar
 import torch
 
 _kernel_threads: ContextVar[int | None] = ContextVar("kernel_threads", default=None)
+# What torch had before each `torch_on_one_thread` in progress, of all threads of the process.
+_before: list[int] = []
 
 
 def kernel_threads() -> int:
-    """Most threads of a kernel: as many as torch has, or had before `torch_on_one_thread`."""
-    return _kernel_threads.get() or torch.get_num_threads()
+    """Most threads of a kernel: as many as torch has, or had before `torch_on_one_thread`.
+
+    A thread that asks torch for the first time while another is in `torch_on_one_thread` is told 1, for good: it gets
+    what the other had.
+    """
+    return _kernel_threads.get() or max([torch.get_num_threads(), *_before])
 
 
 @contextmanager
@@ -26,14 +32,16 @@ def torch_on_one_thread(wanted: bool = True) -> Iterator[None]:
     Args:
         wanted: False does nothing, for callers that may not use the kernels.
     """
-    threads = torch.get_num_threads()
-    if not wanted or threads == 1:
+    threads = kernel_threads()
+    if not wanted or _kernel_threads.get() or threads == 1:
         yield
         return
     token = _kernel_threads.set(threads)
+    _before.append(threads)
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        _before.remove(threads)
         _kernel_threads.reset(token)

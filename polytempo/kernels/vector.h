@@ -1,6 +1,6 @@
 // Sixteen float lanes, the two storage types, and arithmetic whose result for one element never depends on the
-// elements beside it. Plain GNU vectors: the compiler maps them to whatever the machine has; the only intrinsics are
-// the bfloat16 dot product, fused multiply-add and the shuffles of the horizontal sum.
+// elements beside it. Plain GNU vectors: the compiler maps them to whatever the machine has; the only intrinsics, each
+// with a plain twin, are the bfloat16 dot product, fused multiply-add, the square root and shuffles.
 #pragma once
 
 #include <cmath>
@@ -129,7 +129,8 @@ struct Quad {
 };
 
 // Horizontal sums, all by the same tree: lanes 8 apart, then 4, 2 and 1. Column c of row r goes to lane 4 r + c.
-__attribute__((always_inline)) inline v16 sum_lanes(const Quad& first, const Quad& second, const Quad& third, const Quad& fourth) {
+__attribute__((always_inline)) inline v16 sum_lanes(const Quad& first, const Quad& second, const Quad& third,
+                                                    const Quad& fourth) {
 #if defined(__AVX512F__)
     // A row's four partial sums of every column, one column per 128 bits.
     auto halve = [](const Quad& row) {
@@ -241,7 +242,8 @@ inline Chunk<T> read_tail(const T* from, long count) {
 
 // One step of K of a row's dot products with C columns, to its accumulators.
 template <class T, int C>
-__attribute__((always_inline)) inline void add_products(Quad& sums, Chunk<T> row, Chunk<T> a, Chunk<T> b, Chunk<T> c, Chunk<T> d) {
+__attribute__((always_inline)) inline void add_products(Quad& sums, Chunk<T> row, Chunk<T> a, Chunk<T> b, Chunk<T> c,
+                                                        Chunk<T> d) {
     sums.a = Chunk<T>::dot(sums.a, row, a);
     if (C == 1) return;
     sums.b = Chunk<T>::dot(sums.b, row, b);

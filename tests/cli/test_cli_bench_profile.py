@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from polytempo.cli import cli
+from polytempo.errors import ConfigError
 
 SMALL = ["bench", "--profile", "-b", "3", "--prompt-lens", "4,9", "--max-tokens", "12"]
 
@@ -37,6 +38,13 @@ def test_operators_of_torch():
     (plain,), text = profiles("--draft-lens", "0", "--kernels", "torch")
     assert plain["parts"]["aten::mm"] > 0 and not plain["in_kernels"] and "torch operator" in text
     assert torch.get_num_threads() == threads
+
+
+def test_a_profile_of_no_step_is_refused():
+    """It printed 0 ms a step."""
+    result = CliRunner().invoke(cli, [*SMALL, "--draft-lens", "0", "--max-tokens", "3"])
+    assert isinstance(result.exception, ConfigError) or result.exit_code == 2
+    assert "--max-tokens must be larger" in f"{result.exception} {result.output}"
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")

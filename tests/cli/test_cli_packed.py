@@ -48,6 +48,14 @@ def test_generate_gives_the_same_tokens(folder, started):
     assert started == [False, False, True] and tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 2
 
 
+def test_profile_measures_packed_weights(folder, started):
+    """It loaded them expanded, whatever was asked for."""
+    more = ("--profile", "--max-tokens", "16")
+    result = CliRunner().invoke(cli, [*BENCH, "--model", folder, "--weights", "packed", *more])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout.splitlines()[-1])["profiles"]) == 4 and started and all(started)
+
+
 def test_bench_measures_packed_weights(folder, started):
     result = CliRunner().invoke(cli, [*BENCH, "--model", folder, "--weights", "packed"])
     assert result.exit_code == 0, result.output

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from speculation_support import GREEDY, answer, drive, make_llm, model_of, oracle, prompt_of
 
 from polytempo.types import SamplingParams
@@ -184,3 +185,49 @@ def test_followers_have_the_keys_to_draft_as_if_they_had_read(length):
         while not row.output_token_ids:
             single.engine.step()
         assert drafts[choice] == row.drafts and len(row.drafts) == 3
+
+
+def keys_at_first_draft(llm, rows):
+    """Keys of the MTP block that each choice drafts from when it drafts first, after its third token."""
+    engine, found = llm.engine, {}
+    engine.policy.lengths = lambda running: [3 if len(row.output_token_ids) == 3 else 0 for row in running]
+    while engine.has_work:
+        engine.step()
+        for row in rows:
+            if row.drafts and row.choice not in found:
+                (layer,) = engine.target.store.mtp
+                window = engine.target.model.config.sliding_window
+                positions = range(max(0, row.kv_len - window), row.kv_len)
+                found[row.choice] = layer.window[row.slot, [p % layer.window.shape[1] for p in positions]].clone()
+    return found
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 4])
+@pytest.mark.parametrize("length", [3, 20, 131])
+def test_followers_of_a_reader_that_did_not_draft_have_its_streams(length, max_rows):
+    """Streams that were only noted were missing from copies, and the notes of a seat's last owner landed on them."""
+    model, prompt, params = model_of(), prompt_of(length), replace(SAMPLED, max_tokens=9)
+    llm = make_llm(model, draft_len=3, max_rows=max_rows)
+    found = keys_at_first_draft(llm, choices(llm, prompt, params))
+    assert len(found) == params.n and llm.engine.sharing.num_rows == 3
+    for choice in range(params.n):
+        single = make_llm(model, draft_len=3, max_rows=1)
+        row = single.rows_of(list(prompt), params)[choice]
+        single.engine.add([row])
+        assert torch.equal(found[choice], keys_at_first_draft(single, [row])[choice])
+
+
+def test_an_aborted_request_leaves_no_copy_to_one_of_its_name():
+    """Copies were found by the request's name, and dropped no sooner than after the next step."""
+    model, long, short = model_of(), prompt_of(131), prompt_of(20)
+    llm = make_llm(model, max_rows=2)
+    (first, *_) = choices(llm, long, SAMPLED)
+    while not llm.engine.sharing.num_kept:
+        llm.engine.step()
+    llm.engine.abort(first.request.request_id)
+    assert llm.engine.sharing.num_kept == 0
+    rows = llm.rows_of(list(short), SAMPLED)
+    rows[0].request.request_id = first.request.request_id
+    llm.engine.add(rows)
+    drive(llm)
+    assert [answer(row) for row in rows] == alone(model, short, SAMPLED)

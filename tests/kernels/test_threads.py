@@ -1,5 +1,7 @@
 """While the kernels work, torch's own threads stay away."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -29,6 +31,20 @@ def test_torch_gets_one_thread_and_the_kernels_keep_theirs(two_threads):
 def test_threads_come_back_after_an_error(two_threads):
     with pytest.raises(KeyError), torch_on_one_thread():
         raise KeyError
+    assert (torch.get_num_threads(), kernel_threads()) == (2, 2)
+
+
+def test_a_thread_that_starts_meanwhile_gets_all_threads(two_threads):
+    """torch gave it the one thread of the moment for good, and its own steps kept to that."""
+
+    def step():
+        with torch_on_one_thread():
+            within = torch.get_num_threads(), kernel_threads()
+        return within, torch.get_num_threads(), kernel_threads()
+
+    with torch_on_one_thread(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(step).result() == ((1, 2), 2, 2)
+        assert (torch.get_num_threads(), kernel_threads()) == (1, 2)
     assert (torch.get_num_threads(), kernel_threads()) == (2, 2)
 
 

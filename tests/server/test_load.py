@@ -77,6 +77,12 @@ def test_no_rate(rates):
     assert done.exit_code == 2 and "is not a number above 0" in done.output
 
 
+def test_no_clients(tmp_path):
+    """It wrote an empty plot and called that a success."""
+    done = CliRunner().invoke(cli, ["bench", "--server", "http://127.0.0.1:1", "--clients", "", "--out", str(tmp_path)])
+    assert done.exit_code == 2 and "--clients, or --rates" in done.output and not list(tmp_path.iterdir())
+
+
 def test_percentiles():
     values = [float(value) for value in range(1, 101)]
     assert [percentile(values, percent) for percent in (50, 90, 99, 100)] == [50, 90, 99, 100]
