@@ -25,14 +25,20 @@ ROW_WEIGHT = 4.0
 """How many drafts of a row's own weigh as much as the engine's average."""
 ACCEPTANCE_FADE = 0.995
 """Weight of what became of a row's drafts, per row and verify since: the engine's acceptance is of some 200 of them."""
-EXPLORED = (1, 1, 2, 0)
+EXPLORED = (2, 2, 3, 0, 2, 3, 0, 2)
 """Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
-drafts are cold and count for nothing; steps with one draft, with two and without are measured."""
+drafts are cold and count for nothing. More than one draft, since the more tokens a step has the less each costs (they
+share experts): a line through steps with none and with one would never find that two pay."""
 REST = 8
 """Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
 RETRY_FIRST, RETRY_MOST = 48, 768
-"""Steps without drafts after which a few rows make one twice, to see what it costs now; a stale or unlucky measurement
-would otherwise be believed for ever. The wait doubles as long as drafts do not pay; both are multiples of REST."""
+"""Steps without drafts after which a few rows make some, to see what they cost now; a stale or unlucky measurement
+would otherwise be believed for ever. The wait doubles while drafts clearly lose; both are multiples of REST."""
+RETRY_DRAFTS, RETRY_STEPS = 2, 3
+"""How many, and how often. The first of these steps may pay for a pause and is timed in part only."""
+CLEAR_LOSS = 0.1
+"""Part of the expected speed that drafts must lose for a longer wait: where they lose less, trying costs next to
+nothing, and noise decides."""
 RETRY_ROWS = 8
 """Rows that try, or a quarter of them if those are more: each must first make the keys of a whole window."""
 
@@ -132,7 +138,8 @@ class DraftPolicy:
         num_drafting: steps in a row that chose a draft. The first may pay for a pause: it is not timed.
         num_idle: steps in a row that chose none though there was room.
         retry_after: as many of them as are waited for before drafts are tried again.
-        is_retrying: whether the first of the two steps that try was chosen.
+        num_retrying: steps that try and are still to come.
+        loss: part of the expected speed that the best drafts would have lost when none were last chosen.
     """
 
     config: EngineConfig
@@ -144,7 +151,8 @@ class DraftPolicy:
     num_drafting: int = 0
     num_idle: int = 0
     retry_after: int = RETRY_FIRST
-    is_retrying: bool = False
+    num_retrying: int = 0
+    loss: float = 0.0
 
     def record(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         """Take in what became of a row's drafts in one verify."""
@@ -188,8 +196,8 @@ class DraftPolicy:
             return [min(most, EXPLORED[step]) for most in room]
         if self.draft_cost.count < 2:
             return [min(most, 1) for most in room]
-        if self.is_retrying:
-            self.is_retrying = False
+        if self.num_retrying:
+            self.num_retrying -= 1
             return self._few(room)
         lengths = self._best(rows, room)
         if any(lengths):
@@ -200,17 +208,18 @@ class DraftPolicy:
         elif self.num_idle < self.retry_after:
             self.num_idle += 1
         else:
-            self.num_idle, self.retry_after, self.is_retrying = 0, min(2 * self.retry_after, RETRY_MOST), True
+            self.retry_after = RETRY_FIRST if self.loss < CLEAR_LOSS else min(2 * self.retry_after, RETRY_MOST)
+            self.num_idle, self.num_retrying = 0, RETRY_STEPS - 1
             return self._few(room)
         return lengths
 
     @staticmethod
     def _few(room: Sequence[int]) -> list[int]:
-        """One draft for the first rows that have room, as many as it takes to tell what drafts cost."""
+        """RETRY_DRAFTS for the first rows that have room, as many as it takes to tell what drafts cost."""
         able = [place for place, most in enumerate(room) if most]
         lengths = [0] * len(room)
         for place in able[: max(RETRY_ROWS, len(able) // 4)]:
-            lengths[place] = 1
+            lengths[place] = min(room[place], RETRY_DRAFTS)
         return lengths
 
     def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
@@ -228,10 +237,15 @@ class DraftPolicy:
         lengths, tokens, seconds = [0] * len(rows), float(len(rows)), plain_seconds + draft_base
         likeliest = [(-chance, place) for place, chance in enumerate(chances) if room[place]]
         heapify(likeliest)
-        while likeliest and -likeliest[0][0] * seconds > tokens * per_pair:
+        any_draft = False
+        while likeliest and (not any_draft or -likeliest[0][0] * seconds > tokens * per_pair):
+            any_draft = True
             gain, place = heappop(likeliest)
             lengths[place] += 1
             tokens, seconds = tokens - gain, seconds + per_pair
             if lengths[place] < room[place]:
                 heappush(likeliest, (gain * chances[place], place))
-        return lengths if tokens * plain_seconds > len(rows) * seconds else [0] * len(rows)
+        if tokens * plain_seconds > len(rows) * seconds:
+            return lengths
+        self.loss = 1 - tokens * plain_seconds / (len(rows) * seconds)
+        return [0] * len(rows)
