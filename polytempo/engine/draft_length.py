@@ -215,8 +215,9 @@ class DraftPolicy:
         prior = self.accepted / self.examined
         chances = np.array([row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows])
         depths = np.arange(1, max(room) + 1)
+        # Beyond a row's room -1: such drafts come last, and none of them makes the rate higher.
         gains = np.where(depths <= np.array(room)[:, None], chances[:, None] ** depths, -1.0)
-        order = np.argsort(-gains, axis=None, kind="stable")[: sum(room)]
+        order = np.argsort(-gains, axis=None, kind="stable")
         counts = np.arange(1, len(order) + 1)
         tokens = len(rows) + gains.ravel()[order].cumsum()
         seconds = base + draft_base + per_token * len(rows) + (per_token + per_draft) * counts

@@ -6,6 +6,7 @@ import pytest
 
 from polytempo.engine.draft_length import (
     EXPLORED,
+    MEDIAN_OVER,
     MOST_SIZES,
     REST,
     RETRY_FIRST,
@@ -101,6 +102,15 @@ def test_a_batch_that_settles_on_one_size_does_not_forget_what_a_token_costs():
     assert cost.fit() == pytest.approx((1.0, 0.5), rel=1e-2)
 
 
+def test_a_size_costs_what_its_last_measurements_say():
+    """However long it took before: a machine that has become faster is believed after MEDIAN_OVER steps."""
+    cost = LinearCost()
+    for seconds, count in ((9.0, 100), (2.0, MEDIAN_OVER)):
+        for _ in range(count):
+            cost.record(3, seconds)
+    assert cost.fit() == (2.0, 0.0)
+
+
 def test_sizes_are_remembered_in_bounds():
     cost = LinearCost()
     for size in range(1000):
@@ -116,6 +126,26 @@ def test_auto_drafts_where_it_pays():
     assert dear.lengths([make_row(acceptance=0.95)]) == [0]
     middle = policy_with(base=1.0, per_token=0.1, draft_base=0.05, per_draft=0.1)
     assert middle.lengths([make_row(acceptance=0.02)]) == [0]
+    slow_start = policy_with(base=1.0, per_token=0.01, draft_base=5.0, per_draft=0.01)
+    assert slow_start.lengths([make_row(acceptance=0.95)]) == [0], "what a step with drafts costs besides them"
+
+
+def test_auto_keeps_to_every_rows_room():
+    """Rows alike that have room for all drafts, one and none: what one has no room for goes to nobody."""
+    policy = policy_with(base=1.0, per_token=0.001, draft_base=0.0, per_draft=0.001)
+    rows = [make_row(acceptance=0.95, max_tokens=limit) for limit in (5, 100, 4)]
+    assert policy.lengths(rows) == [1, AUTO_MAX_DRAFTS, 0]
+
+
+def test_a_second_draft_costs_what_the_first_one_did_until_it_is_timed():
+    policy = DraftPolicy(EngineConfig())
+    for size in (1, 1, 2, 3):
+        policy.verify_cost.record(size, 1.0)
+    for _ in range(2):
+        policy.draft_cost.record(1, 0.5)
+    rates = [sum(0.9**k for k in range(count + 1)) / (1 + 0.5 * count) for count in range(AUTO_MAX_DRAFTS + 1)]
+    best = rates.index(max(rates))
+    assert 0 < best < AUTO_MAX_DRAFTS and policy.lengths([make_row(acceptance=0.9)]) == [best]
 
 
 def test_auto_is_per_row_and_in_order_of_acceptance():
@@ -237,6 +267,11 @@ def test_new_rows_are_taken_for_the_average():
             policy.record(other, 0, 0)
         assert other.stats.num_drafted == 100 and other.stats.num_accepted == 100 * accepted
         assert policy.lengths([make_row()]) == [expected], accepted
+        for _ in range(1000):
+            policy.record(other, 0, 0)
+        policy.record(other, 1, 1 - accepted)
+        policy.num_idle = 0  # decide now
+        assert policy.lengths([make_row()]) == [expected], "one draft after a long pause outweighs a hundred"
 
 
 def test_recent_acceptance_fades_towards_the_prior():
