@@ -57,8 +57,9 @@ class Engine:
         _ = chosen.native  # built here, if ever, and not in the first step
         prefix_cache = PrefixCache(store, config.prefix_cache) if config.prefix_cache else None
         self.target = Target(chosen, tables, store, config, prefix_cache)
-        self.sharing = PromptSharing(store, self.scheduler) if config.kv_layout == "ring" else None
         self.proposer = proposer or _proposer(self.target)
+        shares = config.kv_layout == "ring"
+        self.sharing = PromptSharing(store, self.scheduler, lambda: self.proposer.settle()) if shares else None
         self.policy = DraftPolicy(config)
         self.num_steps = 0
         self.seconds = StepSeconds()

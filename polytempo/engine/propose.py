@@ -57,6 +57,9 @@ class Proposer(Protocol):
     def resume(self, row: Row, streams: Tensor) -> None:
         """Take up a row whose state was restored up to kv_len; `streams` [1, hc, D] are of position kv_len − 1."""
 
+    def settle(self) -> None:
+        """Put what is held of rows elsewhere into the store: a row's state is about to be copied or replaced."""
+
 
 class NoProposer:
     """Plain decoding."""
@@ -68,6 +71,9 @@ class NoProposer:
 
     def resume(self, row: Row, streams: Tensor) -> None:
         """Nothing to take up."""
+
+    def settle(self) -> None:
+        """Nothing is held."""
 
 
 class ScriptedProposer:
@@ -88,6 +94,9 @@ class ScriptedProposer:
             item.row.drafts = list(self.script(item.row, draft_len))[:draft_len] if draft_len else []
 
     def resume(self, row: Row, streams: Tensor) -> None:
+        """A script has no state."""
+
+    def settle(self) -> None:
         """A script has no state."""
 
 
@@ -145,6 +154,11 @@ class MTPProposer:
         target = self.target
         mtp_write(target.model, target.tables, target.store, target.store.mtp_view([segment]), streams)
         row.mtp_len = row.kv_len
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Copy the streams that wait to the store."""
+        self._keep_streams()
 
     def _is_kept(self, item: CaughtUp) -> bool:
         """Whether a snapshot of the row is about to be taken, which needs its keys."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from polytempo.cache.fork import SlotCopy, copy_slot, paste_slot
@@ -33,8 +33,15 @@ class PromptSharing:
         num_tokens: prompt tokens that they did not compute.
     """
 
-    def __init__(self, store: RowStore, scheduler: Scheduler) -> None:
-        self.store, self.scheduler = store, scheduler
+    def __init__(self, store: RowStore, scheduler: Scheduler, settle: Callable[[], None]) -> None:
+        """Begin with no copy.
+
+        Args:
+            store: all rows' state, of layout `ring`.
+            scheduler: who runs and waits.
+            settle: `Proposer.settle`, called before state is copied or replaced.
+        """
+        self.store, self.scheduler, self._settle = store, scheduler, settle
         self.num_rows = self.num_tokens = 0
         self._kept: dict[str, _ReadPrompt] = {}
 
@@ -52,7 +59,7 @@ class PromptSharing:
         """After a step: rows that have read their prompt in it share it. Called before finished rows are released."""
         for item in planned:
             row, last = item.row, len(item.row.request.prompt_token_ids) - 1
-            has_read = item.segment.start < last <= item.segment.end - item.num_drafts
+            has_read = item.segment.start < last <= item.segment.end  # in this step; no drafts, then
             if has_read and row.request.params.n > 1 and row.error is None:
                 self._share(row, last)
         if self._kept:
@@ -66,6 +73,7 @@ class PromptSharing:
             return
         # A reader that ended with its first token made no keys for its last chunk: followers count on none before it.
         mtp_len = num_tokens if reader.is_finished else min(reader.mtp_len, num_tokens)
+        self._settle()
         prompt = _ReadPrompt(copy_slot(self.store, reader.slot, num_tokens), mtp_len)
         for row in takers:
             if row.slot is None:
@@ -78,6 +86,7 @@ class PromptSharing:
         num_tokens = prompt.state.num_tokens
         if not self.store.pool.fits({row.slot: num_tokens}):
             return False
+        self._settle()  # else what waits of the slot's last owner would come over the pasted state
         paste_slot(self.store, row.slot, prompt.state)
         self.num_rows += 1
         self.num_tokens += num_tokens - row.kv_len
