@@ -38,7 +38,8 @@ _REAL_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: x >= 0, ">= 0 (0 is greedy)"),
     "top_p": (lambda x: 0 < x <= 1, "in (0, 1] (1 is off)"),
     "min_p": (lambda x: 0 <= x <= 1, "in [0, 1] (0 is off)"),
-    "repetition_penalty": (lambda x: x > 0, "> 0 (1 is off)"),
+    # Beyond, a float32 logit would become inf, or NaN where it is 0.
+    "repetition_penalty": (lambda x: 1e-20 <= x <= 1e20, "in [1e-20, 1e20] (1 is off)"),
     "presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2] (0 is off)"),
     "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2] (0 is off)"),
 }
@@ -188,7 +189,8 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose joint probability reaches top_p.
         min_p: keep tokens at least min_p times as likely as the most likely one.
         seed: noise seed, 64 bits signed; None draws a fresh one per request.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output, in
+            [1e-20, 1e20].
         presence_penalty: subtracted from the logits of tokens that occur in the output.
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: token id -> number in [-100, 100] added to its logit.

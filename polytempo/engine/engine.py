@@ -60,8 +60,9 @@ class Engine:
         _ = chosen.native  # built here, if ever, and not in the first step
         prefix_cache = PrefixCache(store, config.prefix_cache) if config.prefix_cache else None
         self.target = Target(chosen, tables, store, config, prefix_cache)
-        self.sharing = PromptSharing(store, self.scheduler) if config.kv_layout == "ring" else None
         self.proposer = proposer or _proposer(self.target)
+        shares = config.kv_layout == "ring"
+        self.sharing = PromptSharing(store, self.scheduler, lambda: self.proposer.settle()) if shares else None
         self.policy = DraftPolicy(config)
         self.num_steps = 0
         self.seconds = StepSeconds()
@@ -152,7 +153,7 @@ class Engine:
         for row in self.scheduler.admit():
             # Zeroed at admission: whatever its last owner left, even NaN, cannot reach this row.
             self.target.store.clear(row.slot)
-            if self.sharing is None or not self.sharing.seat(row, self.proposer):
+            if self.sharing is None or not self.sharing.seat(row):
                 self._reuse_prefix(row)
         planned = self.scheduler.plan()
         self.seconds.plan += time.perf_counter() - started
@@ -165,7 +166,7 @@ class Engine:
             finally:
                 self._is_stepping = False
             if self.sharing is not None:
-                self.sharing.hand_over(planned, self.proposer)
+                self.sharing.hand_over(planned)
             self.seconds.add(seconds)
             self.num_steps += 1
         finished = late + self._release()

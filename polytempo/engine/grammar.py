@@ -63,7 +63,7 @@ class GrammarState:
     @property
     def error(self) -> str:
         """Why the library gave up, for example on a grammar that is too complex; empty in the normal case."""
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+        return _error_of(self._matcher)
 
     def _go_back(self, tokens: list[int]) -> None:
         """Roll the matcher back to the longest common beginning of `tokens` and what it was fed."""
@@ -118,7 +118,7 @@ class GrammarCompiler:
                 self._library_tokenizer = self._read_tokenizer(library)
         try:
             matcher = self._matcher(library, name, getattr(params, name))
-            reason = matcher.get_error() if matcher.is_error() else ""
+            reason = _error_of(matcher) or _error_at_start(matcher)
         except ValueError as error:  # some schemas are not reported but raised
             reason = str(error)
         if reason:
@@ -145,6 +145,20 @@ class GrammarCompiler:
         for token_id in self._config.eos_token_ids:
             bits[token_id // 8] |= 1 << token_id % 8
         return bytes(bits)
+
+
+def _error_of(matcher: Any) -> str:
+    """Why a matcher gave up, without the dump of its state; empty if it did not."""
+    return matcher.get_error().split("<state>")[0].strip() if matcher.is_error() else ""
+
+
+def _error_at_start(matcher: Any) -> str:
+    """Why a grammar that compiled, say `a{1000000}`, is given up at the first token that it allows; empty if not."""
+    probe = matcher.deep_copy()
+    mask = int.from_bytes(probe.compute_bitmask(), "little")
+    if mask and not probe.is_error():
+        probe.consume_token((mask & -mask).bit_length() - 1)
+    return _error_of(probe)
 
 
 def _library() -> Any:

@@ -155,15 +155,16 @@ class MTPProposer:
         mtp_write(target.model, target.tables, target.store, target.store.mtp_view([segment]), streams)
         row.mtp_len = row.kv_len
 
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Copy the streams that wait to the store."""
+        self._keep_streams()
+
     def _is_kept(self, item: CaughtUp) -> bool:
         """Whether a snapshot of the row is about to be taken, which needs its keys."""
         return self.target.prefix_cache is not None and self.target.prefix_cache.is_due(item.row, item.start)
 
     @torch.inference_mode()
-    def settle(self) -> None:
-        """Copy the streams that are only noted: those of a slot's last owner may not land on the copy that it gets."""
-        self._keep_streams()
-
     def _write_keys(self, rows: Sequence[tuple[CaughtUp, int]], streams: Tensor) -> None:
         """Write the keys that rows lack of their last window, but for the pair that the whole block will write."""
         window = self._window

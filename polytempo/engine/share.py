@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from polytempo.cache.fork import SlotCopy, copy_slot, paste_slot
 from polytempo.cache.store import RowStore
-from polytempo.engine.propose import Proposer
 from polytempo.engine.row import Request, Row
 from polytempo.engine.scheduler import PlannedRow, Scheduler
 
@@ -35,8 +34,15 @@ class PromptSharing:
         num_tokens: prompt tokens that they did not compute.
     """
 
-    def __init__(self, store: RowStore, scheduler: Scheduler) -> None:
-        self.store, self.scheduler = store, scheduler
+    def __init__(self, store: RowStore, scheduler: Scheduler, settle: Callable[[], None]) -> None:
+        """Begin with no copy.
+
+        Args:
+            store: all rows' state, of layout `ring`.
+            scheduler: who runs and waits.
+            settle: `Proposer.settle`, called before state is copied or replaced.
+        """
+        self.store, self.scheduler, self._settle = store, scheduler, settle
         self.num_rows = self.num_tokens = 0
         # By id(request), which is held: one that was aborted may be followed by another of the same name.
         self._kept: dict[int, _ReadPrompt] = {}
@@ -46,26 +52,18 @@ class PromptSharing:
         """Copies that wait for choices without a seat."""
         return len(self._kept)
 
-    def seat(self, row: Row, proposer: Proposer) -> bool:
+    def seat(self, row: Row) -> bool:
         """Start a newly seated row, in its cleared slot, from its request's copy; False if there is none."""
         prompt = self._kept.get(id(row.request))
-        if prompt is None:
-            return False
-        proposer.settle()
-        return self._give(prompt, row)
+        return prompt is not None and self._give(prompt, row)
 
-    def hand_over(self, planned: Sequence[PlannedRow], proposer: Proposer) -> None:
-        """After a step: rows that have read their prompt in it share it. Called before finished rows are released.
-
-        Args:
-            planned: of the step.
-            proposer: that drafted in it.
-        """
+    def hand_over(self, planned: Sequence[PlannedRow]) -> None:
+        """After a step: rows that have read their prompt in it share it. Called before finished rows are released."""
         for item in planned:
             row, last = item.row, len(item.row.request.prompt_token_ids) - 1
-            has_read = item.segment.start < last <= item.segment.end - item.num_drafts
+            has_read = item.segment.start < last <= item.segment.end  # in this step; no drafts, then
             if has_read and row.request.params.n > 1 and row.error is None:
-                self._share(row, last, proposer)
+                self._share(row, last)
 
     def drop_unwanted(self) -> None:
         """Forget the copies that no waiting row will take."""
@@ -73,14 +71,14 @@ class PromptSharing:
             wanted = {id(row.request) for row in self.scheduler.waiting if not row.is_finished}
             self._kept = {key: prompt for key, prompt in self._kept.items() if key in wanted}
 
-    def _share(self, reader: Row, num_tokens: int, proposer: Proposer) -> None:
+    def _share(self, reader: Row, num_tokens: int) -> None:
         takers = [row for row in (*self.scheduler.running, *self.scheduler.waiting)
                   if row.request is reader.request and row.is_reading_prompt and not row.is_finished]  # fmt: skip
         if not takers:
             return
-        proposer.settle()
         # A reader that ended with its first token made no keys for its last chunk: followers count on none before it.
         mtp_len = num_tokens if reader.is_finished else min(reader.mtp_len, num_tokens)
+        self._settle()
         prompt = _ReadPrompt(reader.request, copy_slot(self.store, reader.slot, num_tokens), mtp_len)
         for row in takers:
             if row.slot is None:
@@ -93,6 +91,7 @@ class PromptSharing:
         num_tokens = prompt.state.num_tokens
         if not self.store.pool.fits({row.slot: num_tokens}):
             return False
+        self._settle()  # else what waits of the slot's last owner would come over the pasted state
         paste_slot(self.store, row.slot, prompt.state)
         self.num_rows += 1
         self.num_tokens += num_tokens - row.kv_len

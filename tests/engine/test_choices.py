@@ -6,6 +6,7 @@ import pytest
 import torch
 from speculation_support import GREEDY, answer, drive, make_llm, model_of, oracle, prompt_of
 
+from polytempo.cache.layout import StateShape
 from polytempo.types import SamplingParams
 
 SAMPLED = SamplingParams(n=4, temperature=1.0, seed=42, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -139,6 +140,59 @@ def test_too_little_memory_for_all(memory):
     assert llm.engine.sharing.num_kept == 0
 
 
+def test_a_choice_that_is_set_back_late_takes_nobody_s_state():
+    """Its neighbour has gone further than any rewind: keys of the prompt's last window are overwritten there."""
+    model, prompt = model_of(), prompt_of(131)
+    params = replace(SAMPLED, n=2, max_tokens=100)
+    llm = make_llm(model, max_chunk=8)
+    rows = choices(llm, prompt, params)
+    while rows[0].num_tokens < 131 + 90:
+        llm.engine.step()
+    assert llm.engine.sharing.num_rows == 1
+    llm.engine.scheduler._set_back_one()
+    drive(llm)
+    assert rows[1].num_set_back == 1 and llm.engine.sharing.num_rows == 1
+    assert [answer(row) for row in rows] == alone(model, prompt, params)
+
+
+def test_a_reader_that_failed_is_not_followed():
+    """Whatever spoilt its state, the others read the prompt themselves."""
+    model, prompt = model_of(), prompt_of(131)
+    llm = make_llm(model, draft_len=2, max_chunk=100)
+    rows = choices(llm, prompt, SAMPLED)
+    llm.engine.step()
+    assert [row.kv_len for row in rows] == [100, 0, 0, 0]
+    for layer in llm.engine.target.store.layers:
+        for tensor in layer.per_slot():
+            tensor[rows[0].slot] = float("nan")
+    drive(llm)
+    assert "not finite" in rows[0].error and llm.engine.sharing.num_rows == 2
+    assert [answer(row) for row in rows[1:]] == alone(model, prompt, SAMPLED)[1:]
+
+
+def test_neighbours_take_the_blocks_that_a_copy_needs():
+    """They grow while the prompt is read: the second choice finds too few and reads it itself when they have ended."""
+    model, prompt, params = model_of(), prompt_of(300), replace(SAMPLED, n=2)
+    limits = {"max_rows": 3, "max_chunk": 20}
+    unbounded = make_llm(model, **limits).engine
+    ratios = unbounded.target.store.pool.ratios
+    blocks = {4: 1 + 5, 128: 1 + 3}  # NULL_BLOCK, and what three rows need as they are admitted
+    memory = 3 * StateShape.build(model.config, unbounded.config).slot_bytes(4)
+    memory += sum(ratios[ratio].block_bytes * count for ratio, count in blocks.items())
+    llm = make_llm(model, memory=memory, **limits)
+    neighbour = choices(llm, prompt_of(250), replace(GREEDY, max_tokens=60))[0]
+    while not neighbour.output_token_ids:
+        llm.engine.step()
+    rows = choices(llm, prompt, params)
+    while rows[0].is_reading_prompt:
+        llm.engine.step()
+        assert rows[1].slot is not None and rows[1].kv_len == 0
+    drive(llm)
+    assert llm.engine.sharing.num_rows == 0 and sum(row.num_set_back for row in (neighbour, *rows)) == 0
+    assert [answer(row) for row in rows] == alone(model, prompt, params)
+    assert answer(neighbour) == answer(oracle(model, prompt_of(250), replace(GREEDY, max_tokens=60)))
+
+
 def test_prompt_logprobs_of_a_reader_that_starts_over():
     """The second reading cuts the prompt elsewhere; every position is written once."""
     model, prompt = model_of(), prompt_of(131)
@@ -163,28 +217,51 @@ def test_left_aligned_reads_for_every_choice():
     llm = make_llm(model, kv_layout="left_aligned", draft_len=0)
     fed = fed_tokens(llm)
     rows = choices(llm, prompt, replace(SAMPLED, n=3))
+    llm.engine.step()
+    assert [row.kv_len for row in rows] == [60] * 3, "a choice waited for a state that nobody gives it"
     drive(llm)
     assert llm.engine.sharing is None and all(len(row.output_token_ids) == 12 for row in rows)
     assert sum(start == 0 for _, start, _ in fed) == 3
 
 
-@pytest.mark.parametrize("length", [3, 131, 300])
-def test_followers_have_the_keys_to_draft_as_if_they_had_read(length):
-    """The first drafts of a choice are those that it makes after reading the prompt itself."""
+def first_drafts(llm, rows, pauses):
+    """The first drafts of each choice; choice c gets none before pauses[c] output tokens are out."""
+    lengths, drafts = llm.engine.policy.lengths, {}
+
+    def paused(rows):
+        waits = [len(row.output_token_ids) < pauses[row.choice] for row in rows]
+        return [0 if waits_now else count for waits_now, count in zip(waits, lengths(rows), strict=True)]
+
+    llm.engine.policy.lengths = paused
+    llm.engine.add(rows)
+    while llm.engine.has_work:
+        llm.engine.step()
+        drafts |= {row.choice: row.drafts for row in rows if row.drafts and row.choice not in drafts}
+    return drafts
+
+
+NEVER = 1000
+
+
+@pytest.mark.parametrize(("pauses", "max_rows"), [
+    ((0, 0, 0), 8), ((0, 3, 3), 8), ((3, 3, 3), 8), ((NEVER, 3, 3), 1), ((NEVER, 0, 3), 2),
+])  # fmt: skip
+@pytest.mark.parametrize("length", [2, 3, 131, 300])
+def test_followers_have_the_keys_to_draft_as_if_they_had_read(length, pauses, max_rows):
+    """The first drafts of a choice are those that it makes after reading the prompt itself, at once or later.
+
+    Later, it needs the key of the prompt's last token, which the reader made with its own first token, not this one's;
+    and all keys of the prompt's last window, if the reader did not draft either.
+    """
     model, prompt = model_of(), prompt_of(length)
     params = replace(SAMPLED, n=3)
-    llm = make_llm(model, draft_len=3)
-    rows, drafts = choices(llm, prompt, params), {}
-    while len(drafts) < 3:
-        llm.engine.step()
-        drafts |= {row.choice: row.drafts for row in rows if row.output_token_ids and row.choice not in drafts}
-    for choice in range(3):
+    llm = make_llm(model, draft_len=3, max_rows=max_rows)
+    drafts = first_drafts(llm, llm.rows_of(list(prompt), params), pauses)
+    assert llm.engine.sharing.num_rows == 2
+    assert {choice: len(made) for choice, made in drafts.items()} == {c: 3 for c in range(3) if pauses[c] < NEVER}
+    for choice in drafts:
         single = make_llm(model, draft_len=3, max_rows=1)
-        row = single.rows_of(list(prompt), params)[choice]
-        single.engine.add([row])
-        while not row.output_token_ids:
-            single.engine.step()
-        assert drafts[choice] == row.drafts and len(row.drafts) == 3
+        assert drafts[choice] == first_drafts(single, [single.rows_of(list(prompt), params)[choice]], pauses)[choice]
 
 
 def keys_at_first_draft(llm, rows):

@@ -6,10 +6,13 @@ import pytest
 
 from polytempo.engine.draft_length import (
     EXPLORED,
+    MEDIAN_OVER,
     MOST_SIZES,
     REST,
+    RETRY_DRAFTS,
     RETRY_FIRST,
     RETRY_MOST,
+    RETRY_STEPS,
     DraftPolicy,
     LinearCost,
     draft_length,
@@ -94,11 +97,20 @@ def test_linear_cost_recovers_a_line_and_forgets():
 def test_a_batch_that_settles_on_one_size_does_not_forget_what_a_token_costs():
     """With one size left, all of a step would look like base, and more drafts like a present."""
     cost = LinearCost()
-    for size in (1, 1, 2, 3):
+    for size in (1, 1, 2, 3) * 2:
         cost.record(size, 1.0 + 0.5 * size)
     for _ in range(500):
         cost.record(6, 4.0)
     assert cost.line == pytest.approx((1.0, 0.5), rel=1e-2)
+
+
+def test_a_size_costs_what_its_last_measurements_say():
+    """However long it took before: a machine that has become faster is believed after MEDIAN_OVER steps."""
+    cost = LinearCost()
+    for seconds, count in ((9.0, 100), (2.0, MEDIAN_OVER)):
+        for _ in range(count):
+            cost.record(3, seconds)
+    assert cost.line == (2.0, 0.0)
 
 
 def test_sizes_are_remembered_in_bounds():
@@ -116,6 +128,26 @@ def test_auto_drafts_where_it_pays():
     assert dear.lengths([make_row(acceptance=0.95)]) == [0]
     middle = policy_with(base=1.0, per_token=0.1, draft_base=0.05, per_draft=0.1)
     assert middle.lengths([make_row(acceptance=0.02)]) == [0]
+    slow_start = policy_with(base=1.0, per_token=0.01, draft_base=5.0, per_draft=0.01)
+    assert slow_start.lengths([make_row(acceptance=0.95)]) == [0], "what a step with drafts costs besides them"
+
+
+def test_auto_keeps_to_every_rows_room():
+    """Rows alike that have room for all drafts, one and none: what one has no room for goes to nobody."""
+    policy = policy_with(base=1.0, per_token=0.001, draft_base=0.0, per_draft=0.001)
+    rows = [make_row(acceptance=0.95, max_tokens=limit) for limit in (5, 100, 4)]
+    assert policy.lengths(rows) == [1, AUTO_MAX_DRAFTS, 0]
+
+
+def test_a_second_draft_costs_what_the_first_one_did_until_it_is_timed():
+    policy = DraftPolicy(EngineConfig())
+    for size in (1, 1, 2, 3) * 2:
+        policy.verify_cost.record(size, 1.0)
+    for _ in range(2):
+        policy.draft_cost.record(1, 0.5)
+    rates = [sum(0.9**k for k in range(count + 1)) / (1 + 0.5 * count) for count in range(AUTO_MAX_DRAFTS + 1)]
+    best = rates.index(max(rates))
+    assert 0 < best < AUTO_MAX_DRAFTS and policy.lengths([make_row(acceptance=0.9)]) == [best]
 
 
 def test_a_proposer_that_costs_more_than_all_drafts_gain_is_not_asked():
@@ -159,7 +191,7 @@ def test_auto_respects_a_requests_own_length():
 
 
 def test_auto_explores_first():
-    """One draft, none, two: what a token and a draft cost is measured, on few steps, before either is believed."""
+    """Steps with two drafts, three and none: what a token and a draft cost is measured before either is believed."""
     policy, row = DraftPolicy(EngineConfig()), make_row()
     seen = []
     for _ in range(len(EXPLORED)):
@@ -167,7 +199,7 @@ def test_auto_explores_first():
         policy.verify_cost.record(1 + seen[-1], 0.01 + seen[-1])
         if seen[-1]:
             policy.draft_cost.record(seen[-1], 1.0)
-    assert seen == list(EXPLORED) and sum(count > 0 for count in seen) == 3
+    assert seen == list(EXPLORED) and set(seen) == {0, 2, 3}
     assert len(policy.verify_cost.recent) == 3
     assert policy.lengths([row]) == [0], "dear drafts"
     cold = DraftPolicy(EngineConfig())
@@ -177,21 +209,16 @@ def test_auto_explores_first():
 
 
 def test_auto_tries_again_after_many_steps_without_drafts():
-    """One draft for every row that has room, ever more seldom; what was measured then decides on."""
+    """A few drafts for rows with room, ever more seldom where they lose much; what was measured then decides."""
     policy = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
     rows = [make_row(acceptance=0.9), make_row(acceptance=0.9, max_tokens=4)]
-    chosen = [policy.lengths(rows) for _ in range(8 * RETRY_MOST)]
-    tried = [-1, *(place for place, lengths in enumerate(chosen) if any(lengths))]
-    assert tried[2::2] == [place + 1 for place in tried[1::2]], "twice: the first pays for the pause"
-    tried = [-1, *tried[2::2]]
-    waits = [after - before - 2 for before, after in itertools.pairwise(tried)]
+    waits = retry_waits(policy, rows, 8 * RETRY_MOST)
     assert waits[:5] == [RETRY_FIRST * 2**k for k in range(5)] == [*waits[:4], RETRY_MOST]
     assert set(waits[5:]) == {RETRY_MOST} and len(waits) > 7
-    assert chosen[tried[1]] == [1, 0]
     many = [make_row(acceptance=0.9) for _ in range(64)]
-    policy.num_idle = policy.retry_after
-    assert sum(policy.lengths(many)) == 16, "a quarter"
-    policy.num_idle, policy.is_retrying = 0, False
+    policy.num_idle, policy.num_retrying = policy.retry_after, 0
+    assert sum(policy.lengths(many)) == 16 * RETRY_DRAFTS, "a quarter"
+    policy.num_idle, policy.num_retrying = 0, 0
     for _ in range(40):
         for size in range(1, 9):
             policy.verify_cost.record(size, 0.1 + 0.0005 * size)
@@ -201,6 +228,23 @@ def test_auto_tries_again_after_many_steps_without_drafts():
     start = chosen.index(0)
     assert start <= RETRY_FIRST and chosen[start + 1 :][: 2 * len(cycle)] == cycle * 2, "a step without, now and then"
     assert policy.retry_after == RETRY_FIRST
+
+
+def retry_waits(policy, rows, steps):
+    """Steps without drafts between the runs of RETRY_STEPS in which the first row has RETRY_DRAFTS."""
+    chosen = [policy.lengths(rows) for _ in range(steps)]
+    runs = [(any(lengths), sum(1 for _ in run)) for lengths, run in itertools.groupby(chosen)]
+    assert {count for drafts, count in runs[:-1] if drafts} == {RETRY_STEPS}
+    assert {tuple(lengths) for lengths in chosen} == {(0, 0), (RETRY_DRAFTS, 0)}
+    return [count for drafts, count in runs[:-1] if not drafts]
+
+
+def test_auto_tries_again_soon_where_drafts_lose_little():
+    """A draft that always fails, for a twentieth of a step's time and for a third of it."""
+    for per_draft, is_steady in ((0.05, True), (0.33, False)):
+        policy = policy_with(base=1.0, per_token=0.0, draft_base=0.0, per_draft=per_draft)
+        waits = retry_waits(policy, [make_row(acceptance=0.0), make_row(max_tokens=4)], 500)
+        assert waits[0] == RETRY_FIRST and (set(waits) == {RETRY_FIRST}) == is_steady
 
 
 def test_auto_rests_while_drafts_do_not_pay():
@@ -244,6 +288,11 @@ def test_new_rows_are_taken_for_the_average():
             policy.record(other, 0, 0)
         assert other.stats.num_drafted == 100 and other.stats.num_accepted == 100 * accepted
         assert policy.lengths([make_row()]) == [expected], accepted
+        for _ in range(1000):
+            policy.record(other, 0, 0)
+        policy.record(other, 1, 1 - accepted)
+        policy.num_idle = 0  # decide now
+        assert policy.lengths([make_row()]) == [expected], "one draft after a long pause outweighs a hundred"
 
 
 def test_recent_acceptance_fades_towards_the_prior():

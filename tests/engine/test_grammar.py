@@ -126,7 +126,8 @@ def test_json_object_and_other_options_together(plain):
     ({"regex": "a("}, "regex"), ({"grammar": "start: x"}, "grammar"), ({"json_schema": {"type": "no"}}, "json_schema"),
     ({"json_schema": "{"}, "json_schema"), ({"json_schema": "[1]"}, "json_schema"), ({"regex": ""}, "regex"),
     ({"regex": "a", "json_object": True}, "regex"), ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
-    ({"json_object": 1}, "json_object"),
+    ({"json_object": 1}, "json_object"), ({"regex": "a{1000000}"}, "regex"), ({"regex": "(a{1,1000}){1000}"}, "regex"),
+    ({"grammar": 'start: "a"{100000}'}, "grammar"),
 ])  # fmt: skip
 def test_refusals_name_the_option(plain, options, name):
     with pytest.raises(RequestError, match=name) as caught:

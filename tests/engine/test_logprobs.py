@@ -68,9 +68,12 @@ def test_ranking_orders_every_float_and_ties_by_id():
         _, expected = torch.sort(row, dim=-1, descending=True, stable=True)
         for count in (0, 1, 5, row.shape[-1] - 1, row.shape[-1]):
             assert torch.equal(ranked_ids(row, count), expected[:, :count])
+        tied = row.clamp(max=0.5)  # several highest in every row, else ties would decide nothing
+        assert ((tied == 0.5).sum(-1) > 1).all()
         for argmax in (first_argmax, _first_argmax_anywhere):
             assert torch.equal(argmax(row), expected[:, 0])
             assert torch.equal(argmax(row.double()), expected[:, 0])
+            assert torch.equal(argmax(tied), (tied == 0.5).long().cumsum(-1).eq(0).sum(-1)), "not the first of equals"
 
 
 def test_sizes_that_disagree_are_named():
