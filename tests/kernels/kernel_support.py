@@ -15,7 +15,7 @@ from polytempo.kernels.structs import Tokens
 from polytempo.model import native
 
 ODD = replace(
-    TINY, hidden_size=72, moe_intermediate_size=40, num_attention_heads=6, head_dim=44, qk_rope_head_dim=12,
+    TINY, hidden_size=72, moe_intermediate_size=40, num_attention_heads=15, head_dim=44, qk_rope_head_dim=12,
     q_lora_rank=36, o_groups=3, o_lora_rank=20, n_routed_experts=13, num_experts_per_tok=3, index_n_heads=7,
     index_head_dim=28, hc_mult=4,
 )  # fmt: skip
