@@ -39,8 +39,9 @@ RETRY_DRAFTS, RETRY_STEPS = 2, 3
 CLEAR_LOSS = 0.1
 """Part of the expected speed that drafts must lose for a longer wait: where they lose less, trying costs next to
 nothing, and noise decides."""
-RETRY_ROWS = 8
-"""Rows that try, or a quarter of them if those are more: each must first make the keys of a whole window."""
+FEW_ROWS = 8
+"""Rows that explore and try again, or an eighth if those are more: enough to tell what a token and a draft cost. All of
+128 rows lost a fortieth of 256 steps to exploring, and each row that tries first makes the keys of a window."""
 
 
 def draft_length(row: Row, config: EngineConfig) -> int:
@@ -193,12 +194,12 @@ class DraftPolicy:
             return [0] * len(rows)
         step = self.verify_cost.count
         if step < len(EXPLORED):
-            return [min(most, EXPLORED[step]) for most in room]
+            return self._few(room, EXPLORED[step])
         if self.draft_cost.count < 2:
-            return [min(most, 1) for most in room]
+            return self._few(room, 1)
         if self.num_retrying:
             self.num_retrying -= 1
-            return self._few(room)
+            return self._few(room, RETRY_DRAFTS)
         lengths = self._best(rows, room)
         if any(lengths):
             self.num_idle, self.retry_after = 0, RETRY_FIRST
@@ -210,16 +211,16 @@ class DraftPolicy:
         else:
             self.retry_after = RETRY_FIRST if self.loss < CLEAR_LOSS else min(2 * self.retry_after, RETRY_MOST)
             self.num_idle, self.num_retrying = 0, RETRY_STEPS - 1
-            return self._few(room)
+            return self._few(room, RETRY_DRAFTS)
         return lengths
 
     @staticmethod
-    def _few(room: Sequence[int]) -> list[int]:
-        """RETRY_DRAFTS for the first rows that have room, as many as it takes to tell what drafts cost."""
+    def _few(room: Sequence[int], num_drafts: int) -> list[int]:
+        """So many drafts for the first rows that have room, as many as it takes to tell what drafts cost."""
         able = [place for place, most in enumerate(room) if most]
         lengths = [0] * len(room)
-        for place in able[: max(RETRY_ROWS, len(able) // 4)]:
-            lengths[place] = min(room[place], RETRY_DRAFTS)
+        for place in able[: max(FEW_ROWS, len(able) // 8)]:
+            lengths[place] = min(room[place], num_drafts)
         return lengths
 
     def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:

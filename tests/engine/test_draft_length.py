@@ -215,9 +215,11 @@ def test_auto_tries_again_after_many_steps_without_drafts():
     waits = retry_waits(policy, rows, 8 * RETRY_MOST)
     assert waits[:5] == [RETRY_FIRST * 2**k for k in range(5)] == [*waits[:4], RETRY_MOST]
     assert set(waits[5:]) == {RETRY_MOST} and len(waits) > 7
-    many = [make_row(acceptance=0.9) for _ in range(64)]
-    policy.num_idle, policy.num_retrying = policy.retry_after, 0
-    assert sum(policy.lengths(many)) == 16 * RETRY_DRAFTS, "a quarter"
+    for num_rows, few in ((9, 8), (128, 16)):
+        many = [make_row(acceptance=0.9) for _ in range(num_rows)]
+        policy.num_idle, policy.num_retrying = policy.retry_after, 0
+        assert sum(policy.lengths(many)) == few * RETRY_DRAFTS
+        assert sum(DraftPolicy(EngineConfig()).lengths(many)) == few * EXPLORED[0]
     policy.num_idle, policy.num_retrying = 0, 0
     for _ in range(40):
         for size in range(1, 9):
