@@ -25,7 +25,7 @@ ROW_WEIGHT = 4.0
 """How many drafts of a row's own weigh as much as the engine's average."""
 ACCEPTANCE_FADE = 0.995
 """Weight of what became of a row's drafts, per row and verify since: the engine's acceptance is of some 200 of them."""
-EXPLORED = (2, 2, 3, 0, 2, 3, 0, 2)
+EXPLORED = (2, 2, 3, 0, 2, 0)
 """Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
 drafts are cold and count for nothing. More than one draft, since the more tokens a step has the less each costs (they
 share experts): a line through steps with none and with one would never find that two pay."""
@@ -40,8 +40,8 @@ CLEAR_LOSS = 0.1
 """Part of the expected speed that drafts must lose for a longer wait: where they lose less, trying costs next to
 nothing, and noise decides."""
 FEW_ROWS = 8
-"""Rows that explore and try again, or an eighth if those are more: enough to tell what a token and a draft cost. All of
-128 rows lost a fortieth of 256 steps to exploring, and each row that tries first makes the keys of a window."""
+"""Rows that try again, or an eighth if those are more: each must first make the keys of a window. All rows explore, since
+what a few rows' drafts cost says little of all rows'."""
 
 
 def draft_length(row: Row, config: EngineConfig) -> int:
@@ -194,12 +194,12 @@ class DraftPolicy:
             return [0] * len(rows)
         step = self.verify_cost.count
         if step < len(EXPLORED):
-            return self._few(room, EXPLORED[step])
+            return [min(most, EXPLORED[step]) for most in room]
         if self.draft_cost.count < 2:
-            return self._few(room, 1)
+            return [min(most, 1) for most in room]
         if self.num_retrying:
             self.num_retrying -= 1
-            return self._few(room, RETRY_DRAFTS)
+            return self._few(room)
         lengths = self._best(rows, room)
         if any(lengths):
             self.num_idle, self.retry_after = 0, RETRY_FIRST
@@ -211,16 +211,16 @@ class DraftPolicy:
         else:
             self.retry_after = RETRY_FIRST if self.loss < CLEAR_LOSS else min(2 * self.retry_after, RETRY_MOST)
             self.num_idle, self.num_retrying = 0, RETRY_STEPS - 1
-            return self._few(room, RETRY_DRAFTS)
+            return self._few(room)
         return lengths
 
     @staticmethod
-    def _few(room: Sequence[int], num_drafts: int) -> list[int]:
-        """So many drafts for the first rows that have room, as many as it takes to tell what drafts cost."""
+    def _few(room: Sequence[int]) -> list[int]:
+        """RETRY_DRAFTS for the first rows that have room, as many as it takes to tell what drafts cost."""
         able = [place for place, most in enumerate(room) if most]
         lengths = [0] * len(room)
         for place in able[: max(FEW_ROWS, len(able) // 8)]:
-            lengths[place] = min(room[place], num_drafts)
+            lengths[place] = min(room[place], RETRY_DRAFTS)
         return lengths
 
     def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:

@@ -219,7 +219,7 @@ def test_auto_tries_again_after_many_steps_without_drafts():
         many = [make_row(acceptance=0.9) for _ in range(num_rows)]
         policy.num_idle, policy.num_retrying = policy.retry_after, 0
         assert sum(policy.lengths(many)) == few * RETRY_DRAFTS
-        assert sum(DraftPolicy(EngineConfig()).lengths(many)) == few * EXPLORED[0]
+        assert sum(DraftPolicy(EngineConfig()).lengths(many)) == num_rows * EXPLORED[0]
     policy.num_idle, policy.num_retrying = 0, 0
     for _ in range(40):
         for size in range(1, 9):
