@@ -36,7 +36,8 @@ def test_counters_of_a_scripted_run():
         wait_until(lambda: abandoned in server.metrics(), "it is counted")
         seen = server.metrics()
     # By hand, each choice: 1 token from the prompt's step, then 3, 3, 3 and 1 drafts (there is room for no more), of
-    # which 1 is accepted each time: 1 + 2 + 2 + 2 + 2 tokens.
+    # which 1 is accepted each time: 1 + 2 + 2 + 2 + 2 tokens. The second choice takes the first one's prompt, and so is
+    # a step behind.
     expected = {
         'polytempo_choices_total{finish_reason="length"}': 2,
         'polytempo_choices_total{finish_reason="abandoned"}': 1,
@@ -45,7 +46,7 @@ def test_counters_of_a_scripted_run():
         "polytempo_drafted_tokens_total": 2 * (3 + 3 + 3 + 1),
         "polytempo_accepted_tokens_total": 2 * 4,
         "polytempo_verifies_total": 2 * 5 + 1,
-        "polytempo_steps_total": 5 + 1,
+        "polytempo_steps_total": 6 + 1,
         "polytempo_ttft_seconds_count": 3,
         "polytempo_tpot_seconds_count": 2,
         "polytempo_request_seconds_count": 2,
