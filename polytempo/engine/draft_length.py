@@ -40,8 +40,8 @@ CLEAR_LOSS = 0.1
 """Part of the expected speed that drafts must lose for a longer wait: where they lose less, trying costs next to
 nothing, and noise decides."""
 FEW_ROWS = 8
-"""Rows that try again, or an eighth if those are more: each must first make the keys of a window. All rows explore: what
-drafts of a few cost says little of all."""
+"""Rows that try again, or an eighth if those are more: each must first make the keys of a window. All rows explore, for
+what drafts of a few cost says little of all."""
 
 
 def draft_length(row: Row, config: EngineConfig) -> int:
