@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from polytempo.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from polytempo.checkpoint.export import export_model
@@ -23,18 +24,12 @@ __all__ = [
 ]
 
 # Loaded on first use: who only loads a model does not wait for export and inspect.
-_HOMES = {
-    "CheckpointReport": "reader",
-    "Inspection": "inspect",
-    "export_model": "export",
-    "inspect_checkpoint": "inspect",
-    "load_model": "load",
-    "read_checkpoint": "reader",
-    "share_transformers_model": "live",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(import_module(f"polytempo.checkpoint.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_attributes(__name__, {
+    "CheckpointReport": "polytempo.checkpoint.reader",
+    "Inspection": "polytempo.checkpoint.inspect",
+    "export_model": "polytempo.checkpoint.export",
+    "inspect_checkpoint": "polytempo.checkpoint.inspect",
+    "load_model": "polytempo.checkpoint.load",
+    "read_checkpoint": "polytempo.checkpoint.reader",
+    "share_transformers_model": "polytempo.checkpoint.live",
+})

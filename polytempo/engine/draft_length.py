@@ -90,7 +90,8 @@ class LinearCost:
         self.count += 1
         if self.count == 1:
             return
-        self._line = None if self.count < FIT_EVERY or self.count % FIT_EVERY == 0 else self._line
+        if self.count < FIT_EVERY or self.count % FIT_EVERY == 0:
+            self._line = None
         seen, _ = self.recent.get(size, ([], 0))
         self.recent[size] = ([*seen[1 - MEDIAN_OVER :], seconds], self.count)
         if len(self.recent) > MOST_SIZES:

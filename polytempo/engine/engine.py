@@ -61,7 +61,7 @@ class Engine:
         prefix_cache = PrefixCache(store, config.prefix_cache) if config.prefix_cache else None
         self.target = Target(chosen, tables, store, config, prefix_cache)
         self.proposer = proposer or _proposer(self.target)
-        shares = config.kv_layout == "ring"
+        shares = self.scheduler.shares_prompts
         self.sharing = PromptSharing(store, self.scheduler, lambda: self.proposer.settle()) if shares else None
         self.policy = DraftPolicy(config)
         self.num_steps = 0

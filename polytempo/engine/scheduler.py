@@ -78,7 +78,7 @@ class Scheduler:
         self.running: list[Row] = []
         self._free_slots = list(range(config.max_rows))
         # A copied row of `left_aligned` would need the columns of the row that it was copied from.
-        self._shares_prompts = config.kv_layout == "ring"
+        self.shares_prompts = config.kv_layout == "ring"
 
     @property
     def has_work(self) -> bool:
@@ -170,7 +170,7 @@ class Scheduler:
         for row in self.running:
             if row.is_decoding:
                 continue
-            if row.is_reading_prompt and self._shares_prompts:
+            if row.is_reading_prompt and self.shares_prompts:
                 if id(row.request) in readers:
                     continue
                 readers.add(id(row.request))

@@ -11,7 +11,7 @@ import polytempo
 
 ROOT = Path(polytempo.__file__).parent
 # A module may import from its own part and from parts before it, never from one beside it.
-ORDER = (("errors",), ("outputs",), ("types", "config", "engine_config"),
+ORDER = (("errors", "lazy"), ("outputs",), ("types", "config", "engine_config"),
          ("tokenizer", "cache", "kernels", "thread_placement"), ("model",), ("checkpoint", "engine"),
          ("llm", "serving_thread"), ("demo", "invariance", "bench", "async_llm"), ("server",), ("cli",))  # fmt: skip
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
