@@ -25,10 +25,12 @@ ROW_WEIGHT = 4.0
 """How many drafts of a row's own weigh as much as the engine's average."""
 ACCEPTANCE_FADE = 0.995
 """Weight of what became of a row's drafts, per row and verify since: the engine's acceptance is of some 200 of them."""
-EXPLORED = (2, 2, 3, 0, 2, 0)
+EXPLORED = (2, 2, 0, 2, 0)
 """Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
 drafts are cold and count for nothing. More than one draft, since the more tokens a step has the less each costs (they
 share experts): a line through steps with none and with one would never find that two pay."""
+MOST_EXPLORED = 32
+"""Steps that explore, timed or not: while every step holds some prompt's tokens, none is timed."""
 REST = 8
 """Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
 RETRY_FIRST, RETRY_MOST = 48, 768
@@ -36,9 +38,9 @@ RETRY_FIRST, RETRY_MOST = 48, 768
 would otherwise be believed for ever. The wait doubles while drafts clearly lose; both are multiples of REST."""
 RETRY_DRAFTS, RETRY_STEPS = 2, 3
 """How many, and how often. The first of these steps may pay for a pause and is timed in part only."""
-CLEAR_LOSS = 0.1
-"""Part of the expected speed that drafts must lose for a longer wait: where they lose less, trying costs next to
-nothing, and noise decides."""
+CLEAR_LOSS = 0.05
+"""Part of the expected speed that one draft per row must lose for a longer wait: where it loses less, trying costs next
+to nothing, and noise decides."""
 FEW_ROWS = 8
 """Rows that try again, or an eighth if those are more: each must first make the keys of a window. All rows explore, for
 what drafts of a few cost says little of all."""
@@ -141,7 +143,8 @@ class DraftPolicy:
         num_idle: steps in a row that chose none though there was room.
         retry_after: as many of them as are waited for before drafts are tried again.
         num_retrying: steps that try and are still to come.
-        loss: part of the expected speed that the best drafts would have lost when none were last chosen.
+        num_explored: steps so far whose lengths were EXPLORED's.
+        loss: part of the expected speed that one draft per row would have lost when none were last chosen.
     """
 
     config: EngineConfig
@@ -154,6 +157,7 @@ class DraftPolicy:
     num_idle: int = 0
     retry_after: int = RETRY_FIRST
     num_retrying: int = 0
+    num_explored: int = 0
     loss: float = 0.0
 
     def record(self, row: Row, num_drafted: int, num_accepted: int) -> None:
@@ -194,9 +198,10 @@ class DraftPolicy:
         if not any(room):
             return [0] * len(rows)
         step = self.verify_cost.count
-        if step < len(EXPLORED):
+        if step < len(EXPLORED) and self.num_explored < MOST_EXPLORED:
+            self.num_explored += 1
             return [min(most, EXPLORED[step]) for most in room]
-        if self.draft_cost.count < 2:
+        if self.draft_cost.count < 2 and step:
             return [min(most, 1) for most in room]
         if self.num_retrying:
             self.num_retrying -= 1
@@ -249,5 +254,8 @@ class DraftPolicy:
                 heappush(likeliest, (gain * chances[place], place))
         if tokens * plain_seconds > len(rows) * seconds:
             return lengths
-        self.loss = 1 - tokens * plain_seconds / (len(rows) * seconds)
+        num_able = sum(map(bool, room))
+        one_each = len(rows) + sum(chance for chance, most in zip(chances, room, strict=True) if most)
+        seconds = plain_seconds + draft_base + per_pair * num_able
+        self.loss = 1 - one_each * plain_seconds / (len(rows) * seconds) if seconds else 0.0
         return [0] * len(rows)

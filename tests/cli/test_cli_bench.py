@@ -107,7 +107,8 @@ def test_a_lossy_mode_is_named():
 @pytest.mark.parametrize(
     "args",
     [["-b", "0"], ["-b", "x"], ["--draft-lens", "-1"], ["--draft-lens", "two"], ["--kv-layout", "linear"],
-     ["--kv-advance", "1"], ["--dtype", "int8"], ["--threads", "0"], ["--model", "/nowhere"]],
+     ["--kv-advance", "1"], ["--dtype", "int8"], ["--threads", "0"], ["--model", "/nowhere"],
+     ["--server", "http://127.0.0.1:9", "--clients", ""]],
 )  # fmt: skip
 def test_bad_options(args):
     outcome = CliRunner().invoke(cli, ["bench", *args])

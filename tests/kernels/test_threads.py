@@ -26,6 +26,8 @@ def test_torch_gets_one_thread_and_the_kernels_keep_theirs(two_threads):
         with torch_on_one_thread():
             assert kernel_threads() == 2
     assert (torch.get_num_threads(), kernel_threads()) == (2, 2)
+    torch.set_num_threads(1)
+    assert kernel_threads() == 1, "what torch had before outlives the block"
 
 
 def test_threads_come_back_after_an_error(two_threads):
