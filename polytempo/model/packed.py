@@ -16,7 +16,7 @@ Expand = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 class Packed(nn.Module):
     """A matrix, or a stack of them, in the bytes of its checkpoint.
 
-    Its buffers are uint8, so that no `to(dtype)` touches them.
+    What it stores is uint8, which no `to(dtype)` touches; a buffer without elements is cast in its place.
 
     Args:
         codes: [..., R, bytes of a row] uint8.
@@ -30,7 +30,13 @@ class Packed(nn.Module):
         super().__init__()
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
-        self.kind, self.dtype, self._expand = kind, dtype, expand
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device=codes.device), persistent=False)
+        self.kind, self._expand = kind, expand
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values; follows `to(dtype)`."""
+        return self.like.dtype
 
     def __len__(self) -> int:
         """Matrices in a stack."""

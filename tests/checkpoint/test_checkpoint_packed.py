@@ -245,5 +245,9 @@ def test_a_cast_touches_no_code_and_a_copy_is_its_own(folder):
     other = copy.deepcopy(packed)
     other.to(torch.float32)
     assert codes and all(torch.equal(other.state_dict()[name], value) for name, value in codes.items())
+    loaded = both(folder, "float32")[1]
+    for path, module in other.named_modules():
+        if isinstance(module, Packed):
+            assert module.dtype == torch.float32 and torch.equal(module.expand(), loaded.get_submodule(path).expand())
     other.layers[0].attn.wq_a.stored.codes.zero_()
     assert torch.equal(packed.layers[0].attn.wq_a.stored.codes, codes["layers.0.attn.wq_a.stored.codes"])
