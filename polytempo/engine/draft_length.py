@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from statistics import median_low
 
 from polytempo.engine.row import Row
@@ -77,12 +76,10 @@ class LinearCost:
     with them what a token costs. The low median, since whatever else a machine does makes steps longer, never shorter.
 
     Attributes:
-        is_base: whether seconds are all base, rather than all slope, while only one size was seen.
         count: measurements so far.
         recent: size -> (last MEDIAN_OVER seconds, number of the last measurement).
     """
 
-    is_base: bool = True
     count: int = 0
     recent: dict[int, tuple[list[float], int]] = field(default_factory=dict)
     _line: tuple[float, float] | None = None
@@ -114,8 +111,7 @@ class LinearCost:
             for size, (seen, last) in self.recent.items()
         ]
         if len(points) == 1:
-            size, seconds, _ = points[0]
-            return (seconds, 0.0) if self.is_base else (0.0, seconds / size)
+            return points[0][1], 0.0
         weight = sum(w for _, _, w in points)
         mean_size = sum(w * size for size, _, w in points) / weight
         mean_seconds = sum(w * seconds for _, seconds, w in points) / weight
@@ -136,7 +132,7 @@ class DraftPolicy:
     Attributes:
         config: engine options.
         verify_cost: seconds of target forward and sampling by tokens fed, decode steps only.
-        draft_cost: seconds of proposing by (draft, row) pairs.
+        draft_cost: seconds of proposing per forward of the MTP block, by rows in one, a mean over a step's forwards.
         examined: drafts of all rows that the target looked at, older ones fading.
         accepted: of them, accepted.
         num_drafting: steps in a row that chose a draft. The first may pay for a pause: it is not timed.
@@ -149,8 +145,7 @@ class DraftPolicy:
 
     config: EngineConfig
     verify_cost: LinearCost = field(default_factory=LinearCost)
-    # One draft tells nothing of a second, which takes another forward: until two were seen, it costs as much again.
-    draft_cost: LinearCost = field(default_factory=lambda: LinearCost(is_base=False))
+    draft_cost: LinearCost = field(default_factory=LinearCost)
     examined: float = PRIOR_WEIGHT
     accepted: float = PRIOR_WEIGHT * PRIOR_ACCEPTANCE
     num_drafting: int = 0
@@ -166,6 +161,12 @@ class DraftPolicy:
         if num_drafted:
             self.examined = ACCEPTANCE_FADE * self.examined + min(num_accepted + 1, num_drafted)
             self.accepted = ACCEPTANCE_FADE * self.accepted + num_accepted
+
+    def record_proposing(self, draft_lens: Sequence[int], seconds: float) -> None:
+        """Take in what a step's drafts took, unless they are the first after some without: these pay for the pause."""
+        if self.num_drafting > 1:
+            num_forwards = max(draft_lens)
+            self.draft_cost.record(round(sum(draft_lens) / num_forwards), seconds / num_forwards)
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """Drafts for each row's next step.
@@ -232,30 +233,36 @@ class DraftPolicy:
     def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
         """The lengths of most expected tokens per second.
 
-        Every draft costs the same, so the likeliest of all comes next, for as long as tokens per second rise; a row's
-        later drafts are never likelier than those before. A row of which little is known is taken for the engine's
-        average.
+        Every draft number k of a step comes out of one forward for all rows that get so many. So for each number of
+        forwards, drafts are added in order of how likely they are accepted; a row's later drafts are never likelier
+        than those before. A row of which little is known is taken for the engine's average.
         """
         base, per_token = self.verify_cost.line
-        draft_base, per_draft = self.draft_cost.line
-        prior, per_pair = self.accepted / self.examined, per_token + per_draft
+        per_forward, per_draft = self.draft_cost.line
         plain_seconds = base + per_token * len(rows)
+        if not plain_seconds:  # no step was ever timed
+            return [0] * len(rows)
+        prior, per_pair = self.accepted / self.examined, per_token + per_draft
         chances = [row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows]
-        lengths, tokens, seconds = [0] * len(rows), float(len(rows)), plain_seconds + draft_base
-        likeliest = [(-chance, place) for place, chance in enumerate(chances) if room[place]]
-        heapify(likeliest)
-        any_draft = False
-        while likeliest and (not any_draft or -likeliest[0][0] * seconds > tokens * per_pair):
-            any_draft = True
-            gain, place = heappop(likeliest)
+        ranked = sorted(
+            (-(chance ** (k + 1)), place, k)
+            for place, (chance, most) in enumerate(zip(chances, room, strict=True))
+            for k in range(most)
+        )
+        best, chosen = len(rows) / plain_seconds, []
+        for num_forwards in range(1, max(room) + 1):
+            able = [draft for draft in ranked if draft[2] < num_forwards]
+            tokens, seconds, count = float(len(rows)), plain_seconds + num_forwards * per_forward, 0
+            for num_drafts, (loss, _, _) in enumerate(able, 1):
+                tokens, seconds = tokens - loss, seconds + per_pair
+                if tokens > best * seconds:
+                    best, count = tokens / seconds, num_drafts
+            chosen = able[:count] or chosen
+        lengths = [0] * len(rows)
+        for _, place, _ in chosen:
             lengths[place] += 1
-            tokens, seconds = tokens - gain, seconds + per_pair
-            if lengths[place] < room[place]:
-                heappush(likeliest, (gain * chances[place], place))
-        if tokens * plain_seconds > len(rows) * seconds:
-            return lengths
-        num_able = sum(map(bool, room))
-        one_each = len(rows) + sum(chance for chance, most in zip(chances, room, strict=True) if most)
-        seconds = plain_seconds + draft_base + per_pair * num_able
-        self.loss = 1 - one_each * plain_seconds / (len(rows) * seconds) if seconds else 0.0
-        return [0] * len(rows)
+        if not chosen:
+            able = [chance for chance, most in zip(chances, room, strict=True) if most]
+            seconds = plain_seconds + per_forward + per_pair * len(able)
+            self.loss = 1 - (len(rows) + sum(able)) * plain_seconds / (len(rows) * seconds)
+        return lengths

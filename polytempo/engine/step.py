@@ -81,8 +81,8 @@ def run_step(
     if target.prefix_cache is not None:
         for item in going_on:
             target.prefix_cache.keep(item.row, item.start, streams[item.token_idx :])
-    if is_timed and policy.num_drafting > 1:
-        policy.draft_cost.record(sum(draft_lens), proposed - verified)
+    if is_timed:
+        policy.record_proposing(draft_lens, proposed - verified)
     return StepSeconds(packed - started, forwarded - packed, verified - forwarded, proposed - verified)
 
 

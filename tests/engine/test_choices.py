@@ -294,6 +294,21 @@ def test_followers_of_a_reader_that_did_not_draft_have_its_streams(length, max_r
         assert torch.equal(found[choice], keys_at_first_draft(single, [row])[choice])
 
 
+def test_a_request_that_goes_first_takes_no_copy_of_another():
+    """A choice waits, its prompt's copy with it, while a more urgent request gets the seat."""
+    model, prompt, urgent = model_of(), prompt_of(131), prompt_of(40)
+    llm = make_llm(model, max_rows=1)
+    rows = choices(llm, prompt, SAMPLED)
+    while not llm.engine.sharing.num_kept:
+        llm.engine.step()
+    first = llm.rows_of(list(urgent), GREEDY, priority=-1)
+    llm.engine.add(first)
+    drive(llm)
+    assert llm.engine.sharing.num_rows == 3
+    assert answer(first[0]) == answer(oracle(model, urgent, GREEDY))
+    assert [answer(row) for row in rows] == alone(model, prompt, SAMPLED)
+
+
 def test_an_aborted_request_leaves_no_copy_to_one_of_its_name():
     """Copies were found by the request's name, and dropped no sooner than after the next step."""
     model, long, short = model_of(), prompt_of(131), prompt_of(20)

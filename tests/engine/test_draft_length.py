@@ -35,7 +35,7 @@ def make_row(num_prompt=10, num_output=3, acceptance=None, **params) -> Row:
 
 
 def policy_with(base, per_token, draft_base, per_draft, **options) -> DraftPolicy:
-    """A policy whose cost models have seen exactly these straight lines."""
+    """A policy whose cost models have seen exactly these straight lines: by tokens, by rows of one MTP forward."""
     policy = DraftPolicy(EngineConfig(**options))
     for cost in (policy.verify_cost, policy.draft_cost):
         cost.record(1, 99.0)  # cold: not kept
@@ -84,11 +84,10 @@ def test_linear_cost_recovers_a_line_and_forgets():
         for size in (1, 5):
             cost.record(size, 2.0 + 0.1 * size)
     assert cost.line == pytest.approx((2.0, 0.1), rel=1e-2)
-    for is_base, expected in ((True, (0.9, 0.0)), (False, (0.0, 0.3))):
-        constant = LinearCost(is_base)
-        for _ in range(5):
-            constant.record(3, 0.9)
-        assert constant.line == pytest.approx(expected)
+    constant = LinearCost()
+    for _ in range(5):
+        constant.record(3, 0.9)
+    assert constant.line == pytest.approx((0.9, 0.0))
     noisy = LinearCost()
     for size, seconds in ((1, 9.0), (1, 2.0), (8, 1.0)):
         noisy.record(size, seconds)
@@ -130,7 +129,7 @@ def test_auto_drafts_where_it_pays():
     middle = policy_with(base=1.0, per_token=0.1, draft_base=0.05, per_draft=0.1)
     assert middle.lengths([make_row(acceptance=0.02)]) == [0]
     slow_start = policy_with(base=1.0, per_token=0.01, draft_base=5.0, per_draft=0.01)
-    assert slow_start.lengths([make_row(acceptance=0.95)]) == [0], "what a step with drafts costs besides them"
+    assert slow_start.lengths([make_row(acceptance=0.95)]) == [0], "what a forward of the MTP block costs besides rows"
 
 
 def test_auto_keeps_to_every_rows_room():
@@ -152,10 +151,18 @@ def test_a_second_draft_costs_what_the_first_one_did_until_it_is_timed():
 
 
 def test_a_proposer_that_costs_more_than_all_drafts_gain_is_not_asked():
-    """Five sure drafts give six tokens: not for nine times the time of a step, but for four times it."""
-    for draft_base, expected in ((8.0, 0), (3.0, AUTO_MAX_DRAFTS)):
+    """A sure draft gives one token more: not for more than the time of a step, but for less."""
+    for draft_base, expected in ((1.02, 0), (0.95, AUTO_MAX_DRAFTS)):
         policy = policy_with(base=1.0, per_token=0.001, draft_base=draft_base, per_draft=0.001)
-        assert policy.lengths([make_row(acceptance=0.999)]) == [expected]
+        policy.examined = policy.accepted = 1000.0
+        assert policy.lengths([make_row(acceptance=1.0)]) == [expected]
+
+
+def test_every_further_draft_takes_a_forward():
+    """One row alone drafts as deep as its forwards pay; among rows that go as deep anyway, it goes with them."""
+    policy = policy_with(base=1.0, per_token=0.001, draft_base=0.3, per_draft=0.001)
+    assert policy.lengths([make_row(acceptance=0.5)]) == [1]
+    assert policy.lengths([make_row(acceptance=chance) for chance in (0.9, 0.5) for _ in range(8)]) == [2] * 16
 
 
 def test_auto_is_per_row_and_in_order_of_acceptance():
@@ -178,7 +185,7 @@ def test_auto_is_the_best_of_all_uniform_lengths():
             def rate(lengths, chance=chance, num_rows=num_rows):
                 tokens = sum((1 - chance ** (k + 1)) / (1 - chance) for k in lengths)
                 drafts = sum(lengths)
-                propose = draft_base + per_draft * drafts if drafts else 0.0
+                propose = draft_base * max(lengths) + per_draft * drafts
                 return tokens / (base + per_token * (num_rows + drafts) + propose)
 
             policy.num_idle = 0  # decide now
@@ -293,11 +300,22 @@ def test_a_step_that_was_held_up_decides_nothing():
     assert policy.lengths([make_row(acceptance=0.95)]) == [AUTO_MAX_DRAFTS]
 
 
-def test_depths_pay_together():
-    """The first draft alone loses to its fixed cost; with those after it, it pays."""
-    policy = policy_with(base=1.0, per_token=0.1, draft_base=1.1, per_draft=0.1)
-    assert 1.98 / (1.1 + 1.1 + 0.2) < 1 / 1.1 < sum(0.98**k for k in range(5)) / (1.1 + 1.1 + 4 * 0.2)
-    assert policy.lengths([make_row(acceptance=0.98)])[0] > 1
+def test_drafts_are_timed_by_forward():
+    """A step of two forwards, for four rows and for two: three rows in each."""
+    policy = DraftPolicy(EngineConfig(), num_drafting=2)
+    for _ in range(3):
+        policy.record_proposing([2, 1, 0, 1, 2], 0.5)
+    assert policy.draft_cost.recent == {3: ([0.25, 0.25], 3)}
+    policy.num_drafting = 1
+    policy.record_proposing([2, 1, 0, 1, 2], 9.0)
+    assert policy.draft_cost.count == 3, "the first after a pause"
+
+
+def test_rows_pay_together():
+    """One row's draft loses to the forward that it takes; all rows' drafts pay for it."""
+    policy = policy_with(base=1.0, per_token=0.1, draft_base=0.3, per_draft=0.05)
+    assert 8.98 / (1.8 + 0.3 + 0.15) < 8 / 1.8 < 8 * 1.98 / (1.8 + 0.3 + 8 * 0.15)
+    assert min(policy.lengths([make_row(acceptance=0.98) for _ in range(8)])) > 0
 
 
 def test_new_rows_are_taken_for_the_average():
