@@ -17,6 +17,8 @@ FIT_EVERY = 8
 """Measurements between two fits: one takes longer than choosing lengths."""
 MOST_SIZES = 32
 """Sizes that are remembered."""
+OWN_WEIGHT = 2.0
+"""How many fresh measurements of a size's own weigh as much as the line through all: experts make costs concave."""
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0
 """What is believed of drafts before any was examined, as if so many had said so. Hopeful: too high an estimate corrects
 itself within a few drafts, too low a one leaves little to learn from."""
@@ -78,10 +80,12 @@ class LinearCost:
     Attributes:
         count: measurements so far.
         recent: size -> (last MEDIAN_OVER seconds, number of the last measurement).
+        excess: size -> seconds that it is believed to take beyond the line, as of the last fit.
     """
 
     count: int = 0
     recent: dict[int, tuple[list[float], int]] = field(default_factory=dict)
+    excess: dict[int, float] = field(default_factory=dict)
     _line: tuple[float, float] | None = None
 
     def record(self, size: int, seconds: float) -> None:
@@ -118,7 +122,9 @@ class LinearCost:
         variance = sum(w * (size - mean_size) ** 2 for size, _, w in points)
         covariance = sum(w * (size - mean_size) * (seconds - mean_seconds) for size, seconds, w in points)
         slope = min(max(0.0, covariance / variance), mean_seconds / mean_size)
-        return mean_seconds - slope * mean_size, slope
+        base = mean_seconds - slope * mean_size
+        self.excess = {size: (seconds - base - slope * size) * w / (w + OWN_WEIGHT) for size, seconds, w in points}
+        return base, slope
 
 
 @dataclass
@@ -238,8 +244,9 @@ class DraftPolicy:
         than those before. A row of which little is known is taken for the engine's average.
         """
         base, per_token = self.verify_cost.line
+        excess = self.verify_cost.excess
         per_forward, per_draft = self.draft_cost.line
-        plain_seconds = base + per_token * len(rows)
+        plain_seconds = base + per_token * len(rows) + excess.get(len(rows), 0.0)
         if not plain_seconds:  # no step was ever timed
             return [0] * len(rows)
         prior, per_pair = self.accepted / self.examined, per_token + per_draft
@@ -252,9 +259,11 @@ class DraftPolicy:
         best, chosen = len(rows) / plain_seconds, []
         for num_forwards in range(1, max(room) + 1):
             able = [draft for draft in ranked if draft[2] < num_forwards]
-            tokens, seconds, count = float(len(rows)), plain_seconds + num_forwards * per_forward, 0
+            tokens, count = float(len(rows)), 0
+            without = base + per_token * len(rows) + num_forwards * per_forward
             for num_drafts, (loss, _, _) in enumerate(able, 1):
-                tokens, seconds = tokens - loss, seconds + per_pair
+                tokens -= loss
+                seconds = without + per_pair * num_drafts + excess.get(len(rows) + num_drafts, 0.0)
                 if tokens > best * seconds:
                     best, count = tokens / seconds, num_drafts
             chosen = able[:count] or chosen

@@ -113,6 +113,26 @@ def test_a_size_costs_what_its_last_measurements_say():
     assert cost.line == (2.0, 0.0)
 
 
+def test_a_size_that_was_seen_often_and_lately_is_believed_over_the_line():
+    """Costs are concave: two drafts pay where the line through one and five says that they do not."""
+    policy = policy_with(base=1.0, per_token=1.0, draft_base=0.01, per_draft=0.0)
+    policy.examined, policy.accepted = 10.0, 8.0
+    cost = policy.verify_cost = LinearCost()
+    cost.record(1, 99.0)  # cold
+    for _ in range(MEDIAN_OVER):
+        for size, seconds in {1: 1.0, 2: 1.9, 3: 2.2, 6: 5.0}.items():
+            cost.record(size, seconds)
+    base, slope = cost.line
+    assert 2.44 / (base + 3 * slope + 0.02) < 1.0 < 2.44 / 2.22
+    assert base + 3 * slope + cost.excess[3] == pytest.approx(2.2, abs=0.1)
+    row = make_row(acceptance=0.8)
+    assert policy.lengths([row]) == [2]
+    for _ in range(500):
+        cost.record(1, 1.0)
+    assert abs(cost.line[1] - slope) < 0.02 and abs(cost.excess[3]) < 0.02, "long ago"
+    assert policy.lengths([row])[0] < 2
+
+
 def test_sizes_are_remembered_in_bounds():
     cost = LinearCost()
     for size in range(1000):
