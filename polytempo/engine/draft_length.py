@@ -42,6 +42,9 @@ RETRY_DRAFTS, RETRY_STEPS = 2, 3
 CLEAR_LOSS = 0.05
 """Part of the expected speed that one draft per row must lose for a longer wait: where it loses less, trying costs next
 to nothing, and noise decides."""
+LEAST_GAIN = 0.03
+"""Part of the speed that drafts must promise to gain before a batch without any begins: its rows then make the keys of
+their last window, and the best of many plans is in part the luckiest. A batch that drafts goes on for any gain."""
 FEW_ROWS = 8
 """Rows that try again, or an eighth if those are more: each must first make the keys of a window. All rows explore, for
 what drafts of a few cost says little of all."""
@@ -145,6 +148,7 @@ class DraftPolicy:
         num_idle: steps in a row that chose none though there was room.
         retry_after: as many of them as are waited for before drafts are tried again.
         num_retrying: steps that try and are still to come.
+        is_paying: whether drafts were chosen when plans were last weighed.
         num_explored: steps so far whose lengths were EXPLORED's.
         loss: part of the expected speed that one draft per row would have lost when none were last chosen.
     """
@@ -158,6 +162,7 @@ class DraftPolicy:
     num_idle: int = 0
     retry_after: int = RETRY_FIRST
     num_retrying: int = 0
+    is_paying: bool = False
     num_explored: int = 0
     loss: float = 0.0
 
@@ -256,7 +261,7 @@ class DraftPolicy:
             for place, (chance, most) in enumerate(zip(chances, room, strict=True))
             for k in range(most)
         )
-        best, chosen = len(rows) / plain_seconds, []
+        best, chosen = len(rows) / plain_seconds * (1 if self.is_paying else 1 + LEAST_GAIN), []
         for num_forwards in range(1, max(room) + 1):
             able = [draft for draft in ranked if draft[2] < num_forwards]
             tokens, count = float(len(rows)), 0
@@ -270,6 +275,7 @@ class DraftPolicy:
         lengths = [0] * len(rows)
         for _, place, _ in chosen:
             lengths[place] += 1
+        self.is_paying = bool(chosen)
         if not chosen:
             able = [chance for chance, most in zip(chances, room, strict=True) if most]
             seconds = plain_seconds + per_forward + per_pair * len(able)
