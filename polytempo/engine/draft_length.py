@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
 
 from polytempo.engine.row import Row
+from polytempo.engine.step_cost import LinearCost
 from polytempo.engine_config import EngineConfig
 
-FORGET = 0.99
-"""Weight of a size that was not seen again, per measurement since."""
-MEDIAN_OVER = 9
-"""Measurements that a size's median goes over."""
-FIT_EVERY = 8
-"""Measurements between two fits: one takes longer than choosing lengths."""
-MOST_SIZES = 32
-"""Sizes that are remembered."""
-OWN_WEIGHT = 2.0
-"""How many fresh measurements of a size's own weigh as much as the line through all: experts make costs concave."""
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0
 """What is believed of drafts before any was examined, as if so many had said so. Hopeful: too high an estimate corrects
 itself within a few drafts, too low a one leaves little to learn from."""
@@ -74,63 +64,6 @@ def draft_length(row: Row, config: EngineConfig) -> int:
 
 
 @dataclass
-class LinearCost:
-    """Seconds as base + slope · size, by weighted least squares through the recent median of every size that was seen.
-
-    A median per size, not a sum over steps: a batch that settles on one size for long would else forget the others, and
-    with them what a token costs. The low median, since whatever else a machine does makes steps longer, never shorter.
-
-    Attributes:
-        count: measurements so far.
-        recent: size -> (last MEDIAN_OVER seconds, number of the last measurement).
-        excess: size -> seconds that it is believed to take beyond the line, as of the last fit.
-    """
-
-    count: int = 0
-    recent: dict[int, tuple[list[float], int]] = field(default_factory=dict)
-    excess: dict[int, float] = field(default_factory=dict)
-    _line: tuple[float, float] | None = None
-
-    def record(self, size: int, seconds: float) -> None:
-        """Add one measurement; older ones fade, and the first, of cold caches, is not kept."""
-        self.count += 1
-        if self.count == 1:
-            return
-        if self.count < FIT_EVERY or self.count % FIT_EVERY == 0:
-            self._line = None
-        seen, _ = self.recent.get(size, ([], 0))
-        self.recent[size] = ([*seen[1 - MEDIAN_OVER :], seconds], self.count)
-        if len(self.recent) > MOST_SIZES:
-            del self.recent[min(self.recent, key=lambda size: self.recent[size][1])]
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """Base and slope, neither negative; at most FIT_EVERY measurements old."""
-        if self._line is None:
-            self._line = self._fit()
-        return self._line
-
-    def _fit(self) -> tuple[float, float]:
-        if not self.recent:
-            return 0.0, 0.0
-        points = [
-            (size, median_low(seen), len(seen) * max(FORGET ** (self.count - last), 1e-6))
-            for size, (seen, last) in self.recent.items()
-        ]
-        if len(points) == 1:
-            return points[0][1], 0.0
-        weight = sum(w for _, _, w in points)
-        mean_size = sum(w * size for size, _, w in points) / weight
-        mean_seconds = sum(w * seconds for _, seconds, w in points) / weight
-        variance = sum(w * (size - mean_size) ** 2 for size, _, w in points)
-        covariance = sum(w * (size - mean_size) * (seconds - mean_seconds) for size, seconds, w in points)
-        slope = min(max(0.0, covariance / variance), mean_seconds / mean_size)
-        base = mean_seconds - slope * mean_size
-        self.excess = {size: (seconds - base - slope * size) * w / (w + OWN_WEIGHT) for size, seconds, w in points}
-        return base, slope
-
-
-@dataclass
 class DraftPolicy:
     """Chooses every row's draft length, from its room, its measured acceptance and the measured cost of a step.
 
@@ -149,6 +82,7 @@ class DraftPolicy:
         retry_after: as many of them as are waited for before drafts are tried again.
         num_retrying: steps that try and are still to come.
         is_paying: whether drafts were chosen when plans were last weighed.
+        num_paying: steps in a row in which they were, since one without.
         num_explored: steps so far whose lengths were EXPLORED's.
         loss: part of the expected speed that one draft per row would have lost when none were last chosen.
     """
@@ -163,6 +97,7 @@ class DraftPolicy:
     retry_after: int = RETRY_FIRST
     num_retrying: int = 0
     is_paying: bool = False
+    num_paying: int = 0
     num_explored: int = 0
     loss: float = 0.0
 
@@ -191,38 +126,40 @@ class DraftPolicy:
         config = self.config
         if config.draft_len != "auto":
             return [draft_length(row, config) for row in rows]
-        free = [place for place, row in enumerate(rows) if row.request.params.draft_len is None]
+        free = [place for place, row in enumerate(rows) if row.is_decoding and row.request.params.draft_len is None]
         lengths = [0] * len(rows)
         if len(free) < len(rows):
             lengths = [0 if row.request.params.draft_len is None else draft_length(row, config) for row in rows]
         if self.num_idle % REST:
             self.num_idle += 1
-            self.num_drafting = 0
-            return lengths
-        room = [draft_length(rows[place], config) for place in free]
-        for place, count in zip(free, self._choose([rows[place] for place in free], room), strict=True):
-            lengths[place] = count
+        else:
+            fixed = [(row, count) for row, count in zip(rows, lengths, strict=True)
+                     if row.is_decoding and row.request.params.draft_len is not None]  # fmt: skip
+            room = [draft_length(rows[place], config) for place in free]
+            for place, count in zip(free, self._choose([rows[place] for place in free], room, fixed), strict=True):
+                lengths[place] = count
         self.num_drafting = self.num_drafting + 1 if any(lengths) else 0
         return lengths
 
-    def _choose(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
-        """Lengths of rows that leave the choice to the policy, each within its room."""
+    def _choose(self, rows: Sequence[Row], room: Sequence[int], fixed: Sequence[tuple[Row, int]]) -> list[int]:
+        """Lengths of rows that leave the choice to the policy, each within its room, beside rows of fixed lengths."""
         if not any(room):
             return [0] * len(rows)
         step = self.verify_cost.count
-        if step < len(EXPLORED) and self.num_explored < MOST_EXPLORED:
+        if (step < len(EXPLORED) or self.draft_cost.count < 2) and self.num_explored < MOST_EXPLORED:
             self.num_explored += 1
-            return [min(most, EXPLORED[step]) for most in room]
-        if self.draft_cost.count < 2 and step:
-            return [min(most, 1) for most in room]
+            wanted = EXPLORED[step] if step < len(EXPLORED) else 1
+            return [min(most, wanted) for most in room]
         if self.num_retrying:
             self.num_retrying -= 1
             return self._few(room)
-        lengths = self._best(rows, room)
+        lengths = self._best(rows, room, fixed)
+        self.num_paying = self.num_paying + 1 if any(lengths) else 0
         if any(lengths):
             self.num_idle, self.retry_after = 0, RETRY_FIRST
-            if self.num_drafting >= RETRY_FIRST:
+            if self.num_paying > RETRY_FIRST:
                 # What a step without drafts costs must be seen again too, or one slow step is believed for ever.
+                self.num_paying = 0
                 return [0] * len(rows)
         elif self.num_idle < self.retry_after:
             self.num_idle += 1
@@ -241,34 +178,40 @@ class DraftPolicy:
             lengths[place] = min(room[place], RETRY_DRAFTS)
         return lengths
 
-    def _best(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
+    def _best(self, rows: Sequence[Row], room: Sequence[int], fixed: Sequence[tuple[Row, int]]) -> list[int]:
         """The lengths of most expected tokens per second.
 
         Every draft number k of a step comes out of one forward for all rows that get so many. So for each number of
         forwards, drafts are added in order of how likely they are accepted; a row's later drafts are never likelier
         than those before. A row of which little is known is taken for the engine's average.
         """
+        if not (self.verify_cost.recent and self.draft_cost.recent):
+            return [0] * len(rows)
         base, per_token = self.verify_cost.line
         excess = self.verify_cost.excess
         per_forward, per_draft = self.draft_cost.line
-        plain_seconds = base + per_token * len(rows) + excess.get(len(rows), 0.0)
-        if not plain_seconds:  # no step was ever timed
-            return [0] * len(rows)
         prior, per_pair = self.accepted / self.examined, per_token + per_draft
         chances = [row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows]
+        num_fixed, deepest = sum(count for _, count in fixed), max((count for _, count in fixed), default=0)
+        num_fed = len(rows) + len(fixed) + num_fixed
+        gained = float(len(rows)) + sum(
+            sum(row.stats.recent_acceptance(prior, ROW_WEIGHT) ** k for k in range(count + 1)) for row, count in fixed
+        )
+        line_seconds = base + per_token * num_fed + per_draft * num_fixed
+        plain_seconds = line_seconds + deepest * per_forward + excess.get(num_fed, 0.0)
         ranked = sorted(
             (-(chance ** (k + 1)), place, k)
             for place, (chance, most) in enumerate(zip(chances, room, strict=True))
             for k in range(most)
         )
-        best, chosen = len(rows) / plain_seconds * (1 if self.is_paying else 1 + LEAST_GAIN), []
+        best, chosen = gained / plain_seconds * (1 if self.is_paying else 1 + LEAST_GAIN), []
         for num_forwards in range(1, max(room) + 1):
             able = [draft for draft in ranked if draft[2] < num_forwards]
-            tokens, count = float(len(rows)), 0
-            without = base + per_token * len(rows) + num_forwards * per_forward
-            for num_drafts, (loss, _, _) in enumerate(able, 1):
-                tokens -= loss
-                seconds = without + per_pair * num_drafts + excess.get(len(rows) + num_drafts, 0.0)
+            tokens, count = gained, 0
+            without = line_seconds + max(num_forwards, deepest) * per_forward
+            for num_drafts, (minus_chance, _, _) in enumerate(able, 1):
+                tokens -= minus_chance
+                seconds = without + per_pair * num_drafts + excess.get(num_fed + num_drafts, 0.0)
                 if tokens > best * seconds:
                     best, count = tokens / seconds, num_drafts
             chosen = able[:count] or chosen
@@ -277,7 +220,7 @@ class DraftPolicy:
             lengths[place] += 1
         self.is_paying = bool(chosen)
         if not chosen:
-            able = [chance for chance, most in zip(chances, room, strict=True) if most]
-            seconds = plain_seconds + per_forward + per_pair * len(able)
-            self.loss = 1 - (len(rows) + sum(able)) * plain_seconds / (len(rows) * seconds)
+            with_room = [chance for chance, most in zip(chances, room, strict=True) if most]
+            seconds = line_seconds + max(1, deepest) * per_forward + per_pair * len(with_room)
+            self.loss = 1 - (gained + sum(with_room)) * plain_seconds / (gained * seconds)
         return lengths

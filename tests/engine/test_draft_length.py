@@ -7,20 +7,18 @@ import pytest
 from polytempo.engine.draft_length import (
     EXPLORED,
     LEAST_GAIN,
-    MEDIAN_OVER,
     MOST_EXPLORED,
-    MOST_SIZES,
     REST,
     RETRY_DRAFTS,
     RETRY_FIRST,
     RETRY_MOST,
     RETRY_STEPS,
     DraftPolicy,
-    LinearCost,
     draft_length,
 )
 from polytempo.engine.row import Request, Row
 from polytempo.engine.stats import DraftStats
+from polytempo.engine.step_cost import MEDIAN_OVER, LinearCost
 from polytempo.engine_config import AUTO_MAX_DRAFTS, EngineConfig
 from polytempo.errors import ConfigError
 from polytempo.types import SamplingParams
@@ -74,46 +72,6 @@ def test_rows_in_their_prompt_and_finished_rows_get_none():
     assert draft_length(done, config) == 0
 
 
-def test_linear_cost_recovers_a_line_and_forgets():
-    cost = LinearCost()
-    cost.record(50, 1000.0)
-    assert cost.line == (0.0, 0.0), "the first measurement is cold"
-    for size in (1, 4, 9, 2, 7):
-        cost.record(size, 0.5 + 0.25 * size)
-    assert cost.line == pytest.approx((0.5, 0.25))
-    for _ in range(800):
-        for size in (1, 5):
-            cost.record(size, 2.0 + 0.1 * size)
-    assert cost.line == pytest.approx((2.0, 0.1), rel=1e-2)
-    constant = LinearCost()
-    for _ in range(5):
-        constant.record(3, 0.9)
-    assert constant.line == pytest.approx((0.9, 0.0))
-    noisy = LinearCost()
-    for size, seconds in ((1, 9.0), (1, 2.0), (8, 1.0)):
-        noisy.record(size, seconds)
-    assert noisy.line[1] == 0.0, "more tokens never cost less"
-
-
-def test_a_batch_that_settles_on_one_size_does_not_forget_what_a_token_costs():
-    """With one size left, all of a step would look like base, and more drafts like a present."""
-    cost = LinearCost()
-    for size in (1, 1, 2, 3) * 2:
-        cost.record(size, 1.0 + 0.5 * size)
-    for _ in range(500):
-        cost.record(6, 4.0)
-    assert cost.line == pytest.approx((1.0, 0.5), rel=1e-2)
-
-
-def test_a_size_costs_what_its_last_measurements_say():
-    """However long it took before: a machine that has become faster is believed after MEDIAN_OVER steps."""
-    cost = LinearCost()
-    for seconds, count in ((9.0, 100), (2.0, MEDIAN_OVER)):
-        for _ in range(count):
-            cost.record(3, seconds)
-    assert cost.line == (2.0, 0.0)
-
-
 def test_a_size_that_was_seen_often_and_lately_is_believed_over_the_line():
     """Costs are concave: two drafts pay where the line through one and five says that they do not."""
     policy = policy_with(base=1.0, per_token=1.0, draft_base=0.01, per_draft=0.0)
@@ -132,13 +90,6 @@ def test_a_size_that_was_seen_often_and_lately_is_believed_over_the_line():
         cost.record(1, 1.0)
     assert abs(cost.line[1] - slope) < 0.02 and abs(cost.excess[3]) < 0.02, "long ago"
     assert policy.lengths([row])[0] < 2
-
-
-def test_sizes_are_remembered_in_bounds():
-    cost = LinearCost()
-    for size in range(1000):
-        cost.record(size, 1.0 + size)
-    assert len(cost.recent) <= MOST_SIZES and cost.line == pytest.approx((1.0, 1.0), rel=1e-3)
 
 
 def test_auto_drafts_where_it_pays():
@@ -306,8 +257,44 @@ def test_steps_that_are_never_timed_end_the_exploring():
     chosen = [policy.lengths([row])[0] for _ in range(MOST_EXPLORED + RETRY_FIRST + RETRY_STEPS + REST)]
     retried = [RETRY_DRAFTS] * RETRY_STEPS
     assert chosen == [EXPLORED[0]] * MOST_EXPLORED + [0] * RETRY_FIRST + retried + [0] * REST
-    policy.verify_cost.record(3, 1.0)
     assert policy.num_explored == MOST_EXPLORED and policy.loss == 0
+    once = DraftPolicy(EngineConfig())
+    once.verify_cost.record(3, 1.0)
+    chosen = [once.lengths([row])[0] for _ in range(MOST_EXPLORED + RETRY_FIRST)]
+    assert chosen == [EXPLORED[1]] * MOST_EXPLORED + [0] * RETRY_FIRST, "nor after one that was timed"
+    some = DraftPolicy(EngineConfig())
+    for size in (3, 3, 1, 3, 1):
+        some.verify_cost.record(size, 1.0)
+    chosen = [some.lengths([row])[0] for _ in range(MOST_EXPLORED + RETRY_FIRST)]
+    assert chosen == [1] * MOST_EXPLORED + [0] * RETRY_FIRST, "nor while no draft was"
+
+
+def test_a_row_of_its_own_length_does_not_end_the_drafting_of_others():
+    """Its drafts went on through the one step without, which then never ended for the others."""
+    policy = policy_with(base=1.0, per_token=0.001, draft_base=0.0, per_draft=0.001)
+    rows = [make_row(acceptance=0.9, draft_len=3), make_row(acceptance=0.95)]
+    chosen = [policy.lengths(rows)[1] for _ in range(4 * RETRY_FIRST)]
+    assert chosen.count(0) == 3 and chosen[RETRY_FIRST] == 0
+
+
+def test_rows_in_their_prompt_weigh_nothing():
+    """They gain no token in the next step, whatever it costs."""
+    policy = policy_with(base=1.0, per_token=0.2, draft_base=0.05, per_draft=0.05)
+    row, reading = make_row(acceptance=0.8), make_row()
+    reading.kv_len, reading.output_token_ids = 3, []
+    (alone,) = policy.lengths([row])
+    assert alone > 1 and not reading.is_decoding
+    assert policy.lengths([row, reading, reading]) == [alone, 0, 0]
+
+
+def test_what_rows_of_their_own_length_bring_is_counted():
+    """Their drafts take the forwards anyway, and the step is dearer: one more draft pays that alone would not."""
+    policy = policy_with(base=1.0, per_token=0.1, draft_base=0.5, per_draft=0.05)
+    row, own = make_row(acceptance=0.5), make_row(acceptance=0.5, draft_len=2)
+    policy.examined, policy.accepted = 10.0, 5.0
+    assert policy.lengths([row]) == [0]
+    policy.num_idle = 0
+    assert policy.lengths([row, own]) == [2, 2]
 
 
 def test_auto_rests_while_drafts_do_not_pay():
