@@ -13,12 +13,13 @@ from tqdm import tqdm
 
 from polytempo.checkpoint.live import share_transformers_model
 from polytempo.checkpoint.load import load_model
+from polytempo.engine.bad_words import BadWords, bad_word_token_ids
 from polytempo.engine.engine import Engine
 from polytempo.engine.grammar import GrammarCompiler
 from polytempo.engine.noise import resolve_seed
 from polytempo.engine.outputs import request_output
 from polytempo.engine.row import Request, Row
-from polytempo.engine.text import OutputText, bad_word_token_ids
+from polytempo.engine.text import OutputText
 from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.model.deepseek_v4 import DeepseekV4
@@ -42,8 +43,7 @@ class LLM:
         tokenizer: directory with tokenizer.json if it is not the model's own; False for none.
         progress: show a bar while loading.
         weights: "expanded" to `dtype`, or "packed", as the checkpoint stores them; see `load_model`.
-        **options: engine options: max_rows, max_model_len, max_chunk, max_step_tokens, speculate, draft_len,
-            kv_advance, kernels; see `EngineConfig`.
+        **options: the fields of `EngineConfig`: max_rows, max_model_len, memory, speculate, draft_len, kernels, …
 
     Raises:
         CheckpointError: the checkpoint is broken; the message names file and tensor.
@@ -211,6 +211,8 @@ class LLM:
                 if len(text) > shown:
                     yield text[shown:]
                     shown = len(text)
+            if len(rows[0].text.text) > shown:  # what steps of another caller brought last
+                yield rows[0].text.text[shown:]
         finally:
             self.engine.abort(rows[0].request.request_id)
         if rows[0].error is not None:
@@ -243,10 +245,10 @@ class LLM:
     def _run(
         self, requests: list[list[Row]], progress: bool, on_step: Callable[[list[Row]], None] | None
     ) -> list[RequestOutput]:
-        for rows in requests:
-            self.engine.add(rows)
         total = sum(len(rows) for rows in requests)
         try:
+            for rows in requests:
+                self.engine.add(rows)
             with tqdm(total=total, unit="seq", desc="generating", disable=not progress, delay=0.5) as bar:
                 num_tokens = 0
                 while self.engine.has_work:
@@ -258,7 +260,7 @@ class LLM:
                         bar.set_postfix(tokens=num_tokens, refresh=False)
                         bar.update()
         finally:
-            # An interrupted call must not leave rows behind for the next one.
+            # A call that is interrupted or refused must not leave rows behind for the next one.
             for rows in requests:
                 self.engine.abort(rows[0].request.request_id)
         return [request_output(rows, self.decode_token) for rows in requests]
@@ -274,7 +276,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
-        words: tuple[tuple[int, ...], ...] = ()
+        words: Sequence[Sequence[int]] = ()
         if params.bad_words:
             tokenizer = self._need_tokenizer("bad_words")
             words = bad_word_token_ids(params.bad_words, lambda word: tokenizer.encode(word, add_special_tokens=False))
@@ -287,7 +289,7 @@ class LLM:
             params=params,
             seed=resolve_seed(params.seed),
             stop_token_ids=frozenset((*eos, *(params.stop_token_ids or ()))),
-            bad_word_ids=words,
+            bad_words=BadWords.of(words),
             arrival=time.monotonic(),
         )
         self.engine.check_request(request)

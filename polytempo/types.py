@@ -54,6 +54,8 @@ _INT_RULES: dict[str, tuple[int, int | None, bool, str]] = {
     "draft_len": (0, None, True, " (None is the engine's)"),
     "prompt_logprobs": (0, None, True, " (None is off, 0 gives the prompt's own tokens only)"),
 }
+MOST_STOPS, LONGEST_STOP = 128, 256
+"""Every output token is held against every stop string and its beginnings, while the other rows wait."""
 _BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "json_object")
 GRAMMAR_OPTIONS = ("json_object", "json_schema", "regex", "grammar")
 
@@ -117,6 +119,13 @@ def _strings(name: str, value: object) -> tuple[str, ...] | None:
     strings = _items(name, value, right)
     if not all(map(_is_text, strings)):
         raise _refusal(name, value, right)
+    return strings
+
+
+def _stops(value: object) -> tuple[str, ...] | None:
+    strings = _strings("stop", [value] if isinstance(value, str) else value)
+    if strings and (len(strings) > MOST_STOPS or max(map(len, strings)) > LONGEST_STOP):
+        raise _refusal("stop", value, f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters")
     return strings
 
 
@@ -198,7 +207,7 @@ class SamplingParams:
         bad_words: strings whose tokenisation must not be completed.
         min_tokens: output tokens before EOS, stop ids and stop strings may end the output.
         max_tokens: most output tokens; None fills the context.
-        stop: string or strings that end the output; the text is cut before the match.
+        stop: string or strings that end the output, at most 128 of 256 characters; the text is cut before the match.
         stop_token_ids: token ids that end the output.
         include_stop_str_in_output: keep the matched stop in the text.
         ignore_eos: do not end at EOS.
@@ -253,11 +262,11 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, getattr(self, name), "True or False")
         checked["logit_bias"] = _logit_bias(self.logit_bias)
-        checked["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
+        allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+        checked["allowed_token_ids"] = None if allowed is None else tuple(dict.fromkeys(allowed))
         checked["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
         checked["bad_words"] = _strings("bad_words", self.bad_words)
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        checked["stop"] = _strings("stop", stop)
+        checked["stop"] = _stops(self.stop)
         checked["json_schema"] = _json_schema(self.json_schema)
         checked["regex"], checked["grammar"] = _text("regex", self.regex), _text("grammar", self.grammar)
         for name, value in checked.items():

@@ -132,7 +132,7 @@ class DraftPolicy:
             lengths = [0 if row.request.params.draft_len is None else draft_length(row, config) for row in rows]
         if self.num_idle % REST:
             self.num_idle += 1
-        else:
+        elif free:
             fixed = [(row, count) for row, count in zip(rows, lengths, strict=True)
                      if row.is_decoding and row.request.params.draft_len is not None]  # fmt: skip
             room = [draft_length(rows[place], config) for place in free]

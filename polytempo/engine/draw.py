@@ -24,7 +24,7 @@ def sampling_position(row: Row, drafts: Sequence[int] = ()) -> SamplingPosition:
         seed=request.seed,
         choice=row.choice,
         stop_token_ids=request.stop_token_ids,
-        bad_word_ids=request.bad_word_ids,
+        bad_words=request.bad_words,
         grammar_mask=None if row.grammar is None else row.grammar.mask_after(row.output_token_ids, drafts),
     )
 

@@ -90,6 +90,10 @@ class PrefixCache:
         """
         if not self.is_due(row, start):
             return
+        # Not finite, a token of this request may have spoilt the state of those before it (0 · NaN under a mask), and a
+        # request that shares only these would fail with it.
+        if not bool(streams[: row.kv_len - start].isfinite().all()):
+            return
         keys: list[bytes] = []
         for boundary in range(SPAN, row.kv_len + 1, SPAN):
             token_ids = tuple(row.tokens(boundary - SPAN, boundary))

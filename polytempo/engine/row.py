@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from polytempo.engine.bad_words import BadWords
 from polytempo.engine.grammar import GrammarState
 from polytempo.engine.stats import DraftStats
 from polytempo.engine.text import OutputText
@@ -23,7 +24,7 @@ class Request:
         params: how to sample and stop.
         seed: the noise seed, drawn if params.seed is None.
         stop_token_ids: EOS (unless ignored) and params.stop_token_ids.
-        bad_word_ids: token sequences of params.bad_words.
+        bad_words: token sequences of params.bad_words.
         arrival: seconds of the monotonic clock.
         priority: of waiting requests, the lowest goes first; equals in order of arrival.
         deadline: when the request is given up, seconds of the monotonic clock, or None.
@@ -38,7 +39,7 @@ class Request:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
-    bad_word_ids: tuple[tuple[int, ...], ...]
+    bad_words: BadWords
     arrival: float
     priority: int = 0
     deadline: float | None = None

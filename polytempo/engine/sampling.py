@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polytempo.engine.bad_words import BadWords
 from polytempo.engine.logprobs import first_argmax, ranked_ids
 from polytempo.engine.noise import gumbel_noise, gumbel_noise_vocab
 from polytempo.errors import InvariantError
@@ -41,7 +42,7 @@ class SamplingPosition:
         seed: the request's noise seed (`noise.resolve_seed`).
         choice: which of the request's n choices.
         stop_token_ids: EOS and stop ids, banned until params.min_tokens are out.
-        bad_word_ids: token sequences that must not be completed (`text.bad_word_token_ids`).
+        bad_words: token sequences that must not be completed.
         grammar_mask: what the request's grammar allows here, bit i % 8 of byte i // 8 for token i; None is everything.
     """
 
@@ -52,7 +53,7 @@ class SamplingPosition:
     seed: int
     choice: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords = BadWords()
     grammar_mask: bytes | None = None
 
     @property
@@ -74,7 +75,7 @@ class SamplingPosition:
     def is_plain(self) -> bool:
         """Whether the raw logits' highest is the answer: greedy, and nothing edits the logits."""
         params = self.params
-        edits = params.allowed_token_ids or self.bad_word_ids or self.bans_stops or params.logit_bias
+        edits = params.allowed_token_ids or self.bad_words or self.bans_stops or params.logit_bias
         return params.is_greedy and not edits and not self.has_penalties and self.grammar_mask is None
 
 
@@ -225,25 +226,13 @@ def _ban(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
     rows: list[int] = []
     ids: list[int] = []
     for row_idx, position in enumerate(positions):
-        banned = {word[-1] for word in position.bad_word_ids if _awaits_last(word, position)}
+        banned = position.bad_words.banned_after(position.prompt_token_ids, position.output_token_ids)
         if position.bans_stops:
             banned |= position.stop_token_ids
         rows += [row_idx] * len(banned)
         ids += banned
     if rows:
         logits[torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device)] = -torch.inf
-
-
-def _awaits_last(word: tuple[int, ...], position: SamplingPosition) -> bool:
-    """Whether the tokens so far, prompt included, end in all of `word` but its last token."""
-    width = len(word) - 1
-    if width == 0:
-        return True
-    tail = list(position.output_token_ids[-width:])
-    missing = width - len(tail)
-    if missing:
-        tail = list(position.prompt_token_ids[-missing:]) + tail
-    return tuple(tail) == word[:-1]
 
 
 def _add_bias(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polytempo.errors import InvariantError, RequestError
+from polytempo.errors import InvariantError
 from polytempo.tokenizer import Tokenizer
 from polytempo.types import SamplingParams
 
@@ -193,27 +193,3 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-def bad_word_token_ids(
-    words: Iterable[str], encode: Callable[[str], Sequence[int]]
-) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of bad words, each word as it stands and after a space.
-
-    Args:
-        words: the strings of SamplingParams.bad_words.
-        encode: text -> token ids without special tokens.
-
-    Returns:
-        Distinct sequences. One that merely puts tokens before another is left out: the other bans it already.
-
-    Raises:
-        RequestError: a word has no tokens.
-    """
-    sequences: list[tuple[int, ...]] = []
-    for word in words:
-        bare, spaced = tuple(encode(word)), tuple(encode(" " + word.lstrip(" ")))
-        if not bare:
-            raise RequestError(f"SamplingParams bad_words={word!r} is refused; the tokenizer has no tokens for it")
-        sequences += [bare] if spaced[-len(bare) :] == bare else [bare, spaced]
-    return tuple(dict.fromkeys(sequences))

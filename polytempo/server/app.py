@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -187,7 +188,8 @@ async def _generate(request: Request, model: type, kind_of: Callable[..., Kind])
     try:
         if request.app.state.front.llm.tokenizer is None:
             raise RequestError("serving needs a tokenizer, and the model has none")
-        kind = kind_of(body, request.app.state.front)
+        # It renders and tokenises a chat, which can take long enough to hold up every other stream.
+        kind = await asyncio.to_thread(kind_of, body, request.app.state.front)
         return await Generation(kind, request, request.state.request_id, request.app.state.metrics).respond()
     except RequestError as error:
         raise failure_of(error, prompt_field) from None
@@ -235,11 +237,12 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        tokens = llm.tokenizer.encode(body.prompt, body.add_special_tokens)
+        tokens = await asyncio.to_thread(llm.tokenizer.encode, body.prompt, body.add_special_tokens)
     else:
         try:
             messages = [message.plain() for message in body.messages]
-            tokens = llm.tokenizer.apply_chat_template(messages, body.add_generation_prompt)
+            render = llm.tokenizer.apply_chat_template
+            tokens = await asyncio.to_thread(render, messages, body.add_generation_prompt)
         except RequestError as error:
             raise Failure(400, str(error), param="messages") from None
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": llm.engine.config.max_model_len})

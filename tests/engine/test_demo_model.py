@@ -85,6 +85,20 @@ def test_bad_words_and_streaming(llm):
     assert "".join(pieces) == free.text and len(pieces) > 4
 
 
+def test_streams_that_advance_in_turn_lose_nothing(llm):
+    """Each one's steps bring the other's text too; the last piece came after the row had ended."""
+    alone = ["".join(llm.stream(prompt, GREEDY)) for prompt in PROMPTS[:2]]
+    streams, texts = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]], ["", ""]
+    for _ in range(40):
+        for place, stream in enumerate(streams):
+            texts[place] += next(stream, "")
+    assert texts == alone
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    begin = next(stream)
+    llm.generate(PROMPTS[1], GREEDY, progress=False)
+    assert begin + "".join(stream) == alone[0]
+
+
 def test_chat_uses_the_template(llm):
     messages = [{"role": "user", "content": "def add(a, b):"}]
     output = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=4), progress=False)[0]

@@ -1,5 +1,6 @@
 """Prefix reuse: a request that starts from a snapshot is the cold request, bit for bit."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from support import TINY, random_ids, slot_tensors, visible_cells
 from polytempo.cache.snapshot import SPAN
 from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError
-from polytempo.types import SamplingParams
+from polytempo.types import FinishReason, SamplingParams
 
 ROOM = 2**24
 PARAMS = replace(GREEDY, max_tokens=40)
@@ -162,6 +163,24 @@ def test_output_tokens_are_reused_by_the_next_turn():
     turn = (*prompt, *first.output_token_ids, *random_ids(20, seed=5))
     second = run(llm, turn, PARAMS, script)
     assert second.num_cached == 128 and answer(second) == answer(oracle(model, turn, PARAMS))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_a_prompt_that_is_not_finite_leaves_no_snapshot(kernels):
+    """In torch, its token at 200 spoils what a mask hides from tokens of its first span (0 · NaN)."""
+    model, bad_id = copy.deepcopy(model_of()), 50
+    first, other = ([i - (i == bad_id) for i in random_ids(300, seed=seed)] for seed in (1, 2))
+    model.embed.weight[bad_id] = float("nan")
+    model = model.with_kernels(kernels)
+    first[200] = bad_id
+    llm = make_llm(model, max_rows=1, max_chunk=256, prefix_cache=ROOM)
+    assert "not finite" in run(llm, first).error
+    sharing = (*first[:SPAN], *other[SPAN:])
+    expected = oracle(model, sharing, PARAMS)
+    assert expected.finish_reason is FinishReason.LENGTH
+    for num_cached in (0, 2 * SPAN):
+        row = run(llm, sharing)
+        assert answer(row) == answer(expected) and row.num_cached == num_cached
 
 
 def test_bounded_memory_drops_the_least_recently_used():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from polytempo.engine import sampling
+from polytempo.engine.bad_words import BadWords
 from polytempo.engine.sampling import NO_TOKEN, SamplingPosition, process_logits, sample
 from polytempo.errors import InvariantError
 from polytempo.types import SamplingParams
@@ -22,7 +23,7 @@ def place(params=None, *, prompt=(), output=(), position=0, seed=1, choice=0, st
         seed,
         choice,
         frozenset(stops),
-        tuple(map(tuple, bad)),
+        BadWords.of(bad),
     )
 
 

@@ -5,6 +5,7 @@ import pytest
 import scipy.stats
 import torch
 
+from polytempo.engine.bad_words import BadWords
 from polytempo.engine.sampling import SamplingPosition, sample
 from polytempo.types import SamplingParams
 
@@ -13,13 +14,13 @@ LOGITS = np.array([1.1, 0.3, -0.4, 2.0, 0.9, 0.9, -1.5, 1.6, 0.0, -3.0, 0.5, 1.2
 PROMPT, OUTPUT = [3, 7, 7, 2], [0, 7, 4, 7, 7, 9]
 
 
-def law(params, stop_token_ids=(), bad_word_ids=()):
+def law(params, stop_token_ids=(), bad_words=()):
     """Probability of each token, straight from the definitions of the options."""
     logits = LOGITS.astype(np.float64).copy()
     if params.allowed_token_ids is not None:
         logits[[t for t in range(len(logits)) if t not in params.allowed_token_ids]] = -np.inf
     history = PROMPT + OUTPUT
-    for word in bad_word_ids:
+    for word in bad_words:
         if history[len(history) - len(word) + 1 :] == list(word[:-1]):
             logits[word[-1]] = -np.inf
     if len(OUTPUT) < params.min_tokens:
@@ -50,6 +51,7 @@ def law(params, stop_token_ids=(), bad_word_ids=()):
 def counts_of(params, axis="position", **rules):
     """How often each token is drawn over NUM_DRAWS addresses along one axis of the noise."""
     fixed = {"position": 100, "seed": 42, "choice": 1, **rules}
+    fixed["bad_words"] = BadWords.of(rules.get("bad_words", ()))
     del fixed[axis]
     positions = [SamplingPosition(params, PROMPT, OUTPUT, **{axis: i}, **fixed) for i in range(NUM_DRAWS)]
     logits = torch.tensor(LOGITS, dtype=torch.float32).expand(NUM_DRAWS, -1)
@@ -81,7 +83,7 @@ CASES = {
     ),
     "bias": ({"logit_bias": {6: 2.5, 3: -1.0}, "repetition_penalty": 1.5}, {}),
     "allowed": ({"allowed_token_ids": [1, 3, 6, 9]}, {}),
-    "bad words": ({}, {"bad_word_ids": ((7, 9, 3), (7, 3), (11,))}),
+    "bad words": ({}, {"bad_words": ((7, 9, 3), (7, 3), (11,))}),
     "min_tokens": ({"min_tokens": 7}, {"stop_token_ids": frozenset({3, 7})}),
     "min_tokens reached": ({"min_tokens": 6}, {"stop_token_ids": frozenset({3, 7})}),
 }

@@ -112,6 +112,16 @@ def test_bounded_queue():
     assert caught.value.param == "n"
 
 
+def test_a_call_that_is_refused_leaves_no_row_behind():
+    """Its first prompts stayed in the queue, and every later call was refused too."""
+    llm = make_llm(model_of(), max_rows=1, queue_limit=1)
+    with pytest.raises(CapacityError):
+        llm.generate([[5, 6], [5, 7], [5, 8]], GREEDY, progress=False)
+    assert not llm.engine.has_work
+    (output,) = llm.generate([[5, 6]], GREEDY, progress=False)
+    assert list(output.outputs[0].token_ids) == oracle(model_of(), (5, 6), GREEDY).output_token_ids
+
+
 def test_mixed_steps_are_short_and_change_nothing():
     """While a row decodes, prompts get mixed_prompt_tokens per step, all together; alone they get whole chunks."""
     llm = make_llm(model_of(), mixed_prompt_tokens=10, max_rows=3, max_chunk=64, draft_len=2)

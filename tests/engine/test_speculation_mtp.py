@@ -186,7 +186,7 @@ def test_only_decode_steps_are_timed():
     engine, (row,) = llm.engine, llm.rows_of(list(prompt_of(40)), SHORT)
     plan = iter([[1], [1], [0], [2], [1], [0], [0], [1]])
     verifies, proposals = [], []
-    engine.policy._choose = lambda rows, room: next(plan, [0])
+    engine.policy._choose = lambda rows, room, fixed: next(plan, [0])
     engine.policy.verify_cost.record = lambda size, seconds: verifies.append(size)
     engine.policy.draft_cost.record = lambda size, seconds: proposals.append(size)
     engine.add([row])

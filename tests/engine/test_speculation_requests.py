@@ -20,6 +20,7 @@ from speculation_support import (
     row_of,
 )
 
+from polytempo.engine.bad_words import BadWords
 from polytempo.engine.propose import ScriptedProposer
 from polytempo.types import FinishReason, SamplingParams
 
@@ -233,7 +234,7 @@ def test_every_option_at_every_verify_position(kind):
         if kind == "greedy":
             options = {name: value for name, value in options.items() if name != "temperature"}
         params = replace(base, **options)
-        edits = (("bad_word_ids", bad_words),)
+        edits = (("bad_words", BadWords.of(bad_words)),)
         alone = oracle(model, prompt_of(17), params, None, edits)
         for drafts, pattern in ((alone.output_token_ids, cycle(4, 2, 3, 0, 1)), (free, cycle(4))):
             row = row_of(llm, prompt_of(17), params, edits)

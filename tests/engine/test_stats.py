@@ -19,6 +19,7 @@ from speculation_support import (
     row_of,
 )
 
+from polytempo.engine.bad_words import BadWords
 from polytempo.engine.draw import sampling_position
 from polytempo.engine.row import Request, Row
 from polytempo.engine.stats import DraftStats
@@ -152,13 +153,13 @@ def test_max_tokens_1_to_12(kv_advance):
 
 def test_sampling_position_is_the_place_of_the_token():
     """The noise of a token is addressed by its absolute index: prompt, output and the drafts before it."""
-    request = Request("r", None, [5, 6, 7], SamplingParams(), 99, frozenset({4}), ((1, 2),), 0.0)
+    request = Request("r", None, [5, 6, 7], SamplingParams(), 99, frozenset({4}), BadWords.of([(1, 2)]), 0.0)
     row = Row(request, choice=3, output_token_ids=[8, 9])
     for drafts, position in (((), 5), ((10,), 6), ((10, 11), 7)):
         at = sampling_position(row, drafts)
         assert (at.position, list(at.output_token_ids)) == (position, [8, 9, *drafts])
         assert (at.prompt_token_ids, at.seed, at.choice) == ([5, 6, 7], 99, 3)
-        assert (at.params, at.stop_token_ids, at.bad_word_ids) == (request.params, {4}, ((1, 2),))
+        assert (at.params, at.stop_token_ids, at.bad_words) == (request.params, {4}, request.bad_words)
     assert row.output_token_ids == [8, 9]
 
 

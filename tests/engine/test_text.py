@@ -10,9 +10,8 @@ from polytempo.engine.text import (
     REPLACEMENT,
     IncrementalDetokenizer,
     OutputText,
-    bad_word_token_ids,
 )
-from polytempo.errors import InvariantError, RequestError
+from polytempo.errors import InvariantError
 from polytempo.tokenizer import Tokenizer
 from polytempo.types import SamplingParams
 
@@ -247,21 +246,3 @@ def test_without_stops_the_text_is_that_of_all_tokens(ids, groups):
     text, deltas, kept, stop = run_through(ids, groups)
     assert (text, kept, stop) == (BYTES.decode(ids), len(ids), None)
     assert "".join(deltas) == text
-
-
-# --- bad words ----------------------------------------------------------------------------------------------
-
-
-def words_by_space(text):
-    """A tokenizer whose words own the space before them: 1 and up; "x" leads a split word."""
-    table = {"own": (1,), " own": (2,), "b": (3,), " b": (9, 3), "two w": (4, 5), " two w": (6, 5), "": ()}
-    return table[text]
-
-
-def test_bad_words_are_banned_with_and_without_a_leading_space():
-    assert bad_word_token_ids(["own"], words_by_space) == ((1,), (2,))
-    assert bad_word_token_ids([" own"], words_by_space) == ((2,),)
-    assert bad_word_token_ids(["b"], words_by_space) == ((3,),), "(9, 3) is banned by (3,) already"
-    assert bad_word_token_ids(["two w", "own", "own"], words_by_space) == ((4, 5), (6, 5), (1,), (2,))
-    with pytest.raises(RequestError, match="bad_words='' is refused"):
-        bad_word_token_ids([""], lambda text: ())

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+import threading
 
 import openai
 import pytest
@@ -152,6 +153,23 @@ def test_tokenize(server):
     assert chat == server.llm.tokenizer.apply_chat_template(MESSAGES)
     assert len(server.post("/tokenize", {"prompt": "abc", "add_special_tokens": False})[1]["tokens"]) == 3
     assert json.loads(server.get("/version")[1])["version"]
+
+
+def test_text_is_tokenised_beside_the_event_loop(server, monkeypatch):
+    """There it would hold up every stream, and /health."""
+    threads, encode = [], type(server.llm.tokenizer)._ids
+
+    def spy(self, *args):
+        threads.append(threading.current_thread())
+        return encode(self, *args)
+
+    monkeypatch.setattr(type(server.llm.tokenizer), "_ids", spy)
+    for path, body in (("/tokenize", {"prompt": "ab"}), ("/tokenize", {"messages": MESSAGES}),
+                       ("/v1/completions", {"prompt": "ab", "max_tokens": 1}),
+                       ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})):  # fmt: skip
+        threads.clear()
+        assert server.post(path, body)[0] == 200
+        assert threads and server.thread not in threads, path
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

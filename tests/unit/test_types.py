@@ -73,6 +73,8 @@ BAD_VALUES = [
     ("stop", ["a", ""]),
     ("stop", [None]),
     ("stop", 7),
+    ("stop", ["ab"] * 129),
+    ("stop", "x" * 257),
     ("bad_words", "word"),
     ("bad_words", [""]),
     ("ignore_eos", 1),
