@@ -27,6 +27,7 @@ class Work:
         dtype: "bfloat16" or "float32".
         mode: "none"; of polytempo also "auto", with drafts, and "packed", weights as the checkpoint stores them.
         threads: for engines that do not take the number from OMP_NUM_THREADS; None leaves it to them.
+        eager: of an engine that compiles its layers, that it does not.
     """
 
     checkpoint: str
@@ -37,6 +38,7 @@ class Work:
     dtype: str
     mode: str
     threads: int | None
+    eager: bool = False
 
 
 def read_work(description: str) -> Work:
@@ -50,6 +52,7 @@ def read_work(description: str) -> Work:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--mode", choices=["none", "packed", "auto"], default="none")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--eager", action="store_true", help="do not compile, for engines that do")
     parser.add_argument("--memory-gib", type=float, help="most memory that this process may take")
     options = parser.parse_args()
     if options.memory_gib:
@@ -57,7 +60,7 @@ def read_work(description: str) -> Work:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     numbers = [tuple(int(part) for part in text.split(",") if part) for text in (options.batch, options.prompt_lens)]
     return Work(options.checkpoint, numbers[0], options.prompt_len, options.max_tokens, numbers[1], options.dtype,
-                options.mode, options.threads)  # fmt: skip
+                options.mode, options.threads, options.eager)  # fmt: skip
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:

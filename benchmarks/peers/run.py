@@ -44,6 +44,7 @@ class Engine:
         dtypes: those that it is asked for.
         modes: "auto" drafts, "packed" keeps weights as the checkpoint stores them.
         can_limit: whether it lives with a limit on its memory.
+        start_s: seconds that it may take before the time limit of its first figure begins; it compiles.
     """
 
     script: str
@@ -51,12 +52,13 @@ class Engine:
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     modes: tuple[str, ...] = ("none",)
     can_limit: bool = True
+    start_s: float = 0.0
 
 
 ENGINES = {
     "polytempo": Engine("polytempo_peer.py", "official", modes=("none", "packed", "auto")),
     "transformers": Engine("transformers_peer.py", "hf"),
-    "vllm": Engine("vllm_peer.py", "bf16", can_limit=False),
+    "vllm": Engine("vllm_peer.py", "bf16", can_limit=False, start_s=180.0),
     "llama.cpp": Engine("llama_cpp_peer.py", "model.gguf", dtypes=("bfloat16",)),
 }
 
@@ -102,12 +104,13 @@ def end_group(process: subprocess.Popen) -> int:
     return process.wait() if code is None else code
 
 
-def figures(words: list[str], limit: float) -> Iterator[dict]:
+def figures(words: list[str], limit: float, start: float = 0.0) -> Iterator[dict]:
     """What a process prints, object by object; the last may be {"failed": reason}.
 
     Args:
         words: the command.
         limit: most seconds from one object to the next, the start included.
+        start: seconds more for the first.
 
     Yields:
         Objects of common.py's `report`.
@@ -131,7 +134,7 @@ def figures(words: list[str], limit: float) -> Iterator[dict]:
     for reader in readers:
         reader.start()
     try:
-        heard = time.monotonic()
+        heard = time.monotonic() + start
         while time.monotonic() - heard < limit:
             try:
                 line = lines.get(timeout=POLL_S)
@@ -225,7 +228,8 @@ def main() -> None:
     stopped: set[Run] = set()
     for _ in range(options.repeat):
         for run in runs:
-            for found in () if run in stopped else figures(command(run, options), options.time_limit):
+            start = ENGINES[run.name].start_s
+            for found in () if run in stopped else figures(command(run, options), options.time_limit, start):
                 row = {"engine": run.name, "dtype": run.dtype, "mode": run.mode, **found}
                 taken.setdefault((run, row.get("kind"), row.get("size")), []).append(row)
                 if "failed" in row:
