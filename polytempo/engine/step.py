@@ -74,7 +74,7 @@ def run_step(
     # A prompt's tokens cost less than as many verify positions, and would pass for cheap drafts.
     is_timed = view.num_tokens == len(planned) + sum(item.num_drafts for item in planned)
     if is_timed:
-        policy.verify_cost.record(view.num_tokens, verified - started)
+        policy.record_verifying(view.num_tokens, any(item.num_drafts for item in planned), verified - started)
     draft_lens = policy.lengths([item.row for item in going_on])
     proposer.propose(going_on, streams, draft_lens)
     proposed = time.perf_counter()

@@ -205,10 +205,10 @@ def test_auto_tries_again_after_many_steps_without_drafts():
         for size in range(1, 9):
             policy.verify_cost.record(size, 0.1 + 0.0005 * size)
             policy.draft_cost.record(size, 0.001 * size)
-    chosen = [policy.lengths(rows)[0] for _ in range(4 * RETRY_FIRST + 4)]
-    cycle = [AUTO_MAX_DRAFTS] * RETRY_FIRST + [0]
+    chosen = [policy.lengths(rows)[0] for _ in range(4 * RETRY_FIRST + 8)]
+    cycle = [AUTO_MAX_DRAFTS] * RETRY_FIRST + [0, 0]
     start = chosen.index(0)
-    assert start <= RETRY_FIRST and chosen[start + 1 :][: 2 * len(cycle)] == cycle * 2, "a step without, now and then"
+    assert start <= RETRY_FIRST and chosen[start + 2 :][: 2 * len(cycle)] == cycle * 2, "two without, now and then"
     assert policy.retry_after == RETRY_FIRST
 
 
@@ -274,7 +274,7 @@ def test_a_row_of_its_own_length_does_not_end_the_drafting_of_others():
     policy = policy_with(base=1.0, per_token=0.001, draft_base=0.0, per_draft=0.001)
     rows = [make_row(acceptance=0.9, draft_len=3), make_row(acceptance=0.95)]
     chosen = [policy.lengths(rows)[1] for _ in range(4 * RETRY_FIRST)]
-    assert chosen.count(0) == 3 and chosen[RETRY_FIRST] == 0
+    assert chosen.count(0) == 6 and chosen[RETRY_FIRST] == 0
 
 
 def test_rows_in_their_prompt_weigh_nothing():
@@ -295,6 +295,11 @@ def test_what_rows_of_their_own_length_bring_is_counted():
     assert policy.lengths([row]) == [0]
     policy.num_idle = 0
     assert policy.lengths([row, own]) == [2, 2]
+    # Nine rows' 17 tokens are a step of 2 s that gives 13 tokens: 0.9 tokens more are worth 0.1 s more.
+    policy = policy_with(base=0.2, per_token=0.1, draft_base=0.1, per_draft=0.0)
+    policy.examined, policy.accepted, policy.is_paying = 10.0, 5.0, True
+    owns = [make_row(acceptance=0.5, draft_len=1) for _ in range(8)]
+    assert policy.lengths([make_row(acceptance=0.9, max_tokens=5), *owns]) == [1] * 9
 
 
 def test_auto_rests_while_drafts_do_not_pay():
@@ -319,6 +324,14 @@ def test_a_step_that_was_held_up_decides_nothing():
         policy.verify_cost.record(size, 50.0)
     assert policy.verify_cost.line == pytest.approx((1.0, 0.001))
     assert policy.lengths([make_row(acceptance=0.95)]) == [AUTO_MAX_DRAFTS]
+
+
+def test_the_first_step_of_its_kind_is_not_timed():
+    """It finds the caches full of the other kind's weights."""
+    policy = DraftPolicy(EngineConfig())
+    for size, has_drafts in ((3, True), (3, True), (4, True), (1, False), (1, False), (1, False), (2, True)):
+        policy.record_verifying(size, has_drafts, float(size))
+    assert policy.verify_cost.recent == {4: ([4.0], 2), 1: ([1.0, 1.0], 4)}, "the first of all is cold besides"
 
 
 def test_drafts_are_timed_by_forward():
