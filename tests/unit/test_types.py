@@ -112,6 +112,10 @@ def test_defaults_are_those_of_vllm():
     assert dataclasses.asdict(SamplingParams()) == expected | ours
 
 
+def test_allowed_ids_are_kept_once():
+    assert SamplingParams(allowed_token_ids=[3, 5, 3]).allowed_token_ids == (3, 5)
+
+
 @pytest.mark.parametrize(("name", "value"), BAD_VALUES)
 def test_a_bad_value_is_refused_by_name(name, value):
     with pytest.raises(RequestError) as refused:
