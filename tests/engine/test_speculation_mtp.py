@@ -184,13 +184,13 @@ def test_only_decode_steps_are_timed():
     """Prompt tokens are cheaper than verify positions, and the drafts after a pause dearer: neither says what pays."""
     llm = make_llm(model_of(), draft_len="auto", max_chunk=60)
     engine, (row,) = llm.engine, llm.rows_of(list(prompt_of(40)), SHORT)
-    plan = iter([[1], [1], [0], [2], [1], [0], [0], [1]])
+    plan = iter([[0], [1], [1], [0], [2], [1], [0], [0], [1]])
     verifies, proposals = [], []
     engine.policy._choose = lambda rows, room, fixed: next(plan, [0])
     engine.policy.verify_cost.record = lambda size, seconds: verifies.append(size)
     engine.policy.draft_cost.record = lambda size, seconds: proposals.append(size)
     engine.add([row])
-    for _ in range(8):
+    for _ in range(9):
         engine.step()
     assert verifies == [2, 2, 1], "nor the first of a kind after some of the other"
     assert proposals == [1, 1]
