@@ -45,8 +45,8 @@ assert loaded.is_relative_to(here), f"tests load {loaded}, not the copy in {here
 HEADING = """# Mutations
 
 Edits of one line (or a few) that the tests must notice, and the first test that did. Written by
-`make mutants ARGS="--write docs/mutations.md"`; `--file LIST` runs one list and replaces its table alone. A table is of the
-date that it names: edits of later commits are not in it.
+`make mutants ARGS="--write docs/mutations.md"`; `--file LIST` runs one list and replaces its table alone.
+A table is of the date that it names: edits of later commits are not in it.
 """
 
 
