@@ -137,7 +137,7 @@ class Tokenizer:
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            # `encode` holds Python's lock: a text of 1 MiB stopped every thread of a server for 2.6 s.
+            # `encode` holds Python's lock: a text of 1 MiB stops every thread of a server for seconds.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             # Python's strings, and JSON's, may hold half of a UTF-16 pair; UTF-8 cannot, nor can the backend.

@@ -113,8 +113,8 @@ class DraftPolicy:
     def record_verifying(self, num_tokens: int, has_drafts: bool, seconds: float) -> None:
         """Take in what a decode step took up to its commit, unless the step before was of the other kind.
 
-        A step without drafts right after some with finds less of the weights in the caches, and took a tenth longer
-        at 64 rows: measured only so, drafts looked as if they paid.
+        A step without drafts right after some with finds less of its weights in the caches and takes longer than the
+        next: measured only so, drafts look as if they paid.
         """
         if has_drafts == self.had_drafts:
             self.verify_cost.record(num_tokens, seconds)
@@ -206,9 +206,8 @@ class DraftPolicy:
         chances = [row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows]
         num_fixed, deepest = sum(count for _, count in fixed), max((count for _, count in fixed), default=0)
         num_fed = len(rows) + len(fixed) + num_fixed
-        gained = float(len(rows)) + sum(
-            sum(row.stats.recent_acceptance(prior, ROW_WEIGHT) ** k for k in range(count + 1)) for row, count in fixed
-        )
+        fixed_chances = [(row.stats.recent_acceptance(prior, ROW_WEIGHT), count) for row, count in fixed]
+        gained = len(rows) + sum(chance**k for chance, count in fixed_chances for k in range(count + 1))
         line_seconds = base + per_token * num_fed + per_draft * num_fixed
         plain_seconds = line_seconds + deepest * per_forward + excess.get(num_fed, 0.0)
         ranked = sorted(

@@ -17,8 +17,8 @@ from polytempo.engine.target import Target
 from polytempo.model.forward import mtp_forward, mtp_write
 
 MOST_NOTED = 256
-"""Tokens whose streams may wait to be copied, so that the memory of streams stays bounded by the store's. With 32, a
-step of 64 rows spent 0.25 ms here instead of 0.17."""
+"""Tokens whose streams may wait to be copied, so that the memory of streams stays bounded by the store's. Not
+fewer: a copy has a cost of its own."""
 
 
 @dataclass(frozen=True)

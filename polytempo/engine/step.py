@@ -72,9 +72,10 @@ def run_step(
                 for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
     verified = time.perf_counter()
     # A prompt's tokens cost less than as many verify positions, and would pass for cheap drafts.
-    is_timed = view.num_tokens == len(planned) + sum(item.num_drafts for item in planned)
+    num_drafts = sum(item.num_drafts for item in planned)
+    is_timed = view.num_tokens == len(planned) + num_drafts
     if is_timed:
-        policy.record_verifying(view.num_tokens, any(item.num_drafts for item in planned), verified - started)
+        policy.record_verifying(view.num_tokens, num_drafts > 0, verified - started)
     draft_lens = policy.lengths([item.row for item in going_on])
     proposer.propose(going_on, streams, draft_lens)
     proposed = time.perf_counter()

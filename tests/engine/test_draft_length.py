@@ -300,6 +300,7 @@ def test_what_rows_of_their_own_length_bring_is_counted():
     policy.examined, policy.accepted, policy.is_paying = 10.0, 5.0, True
     owns = [make_row(acceptance=0.5, draft_len=1) for _ in range(8)]
     assert policy.lengths([make_row(acceptance=0.9, max_tokens=5), *owns]) == [1] * 9
+    assert policy.lengths([make_row(acceptance=0.5, max_tokens=5), *owns]) == [0] + [1] * 8, "half a token is not"
 
 
 def test_auto_rests_while_drafts_do_not_pay():
