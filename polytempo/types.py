@@ -6,13 +6,15 @@ disturb its neighbours.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property, wraps
 from numbers import Integral, Real
+
+import numpy as np
 
 from polytempo.errors import RequestError, unknown_option
 from polytempo.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, RequestTimings
@@ -171,7 +173,7 @@ def _refuse_unknown_options(cls: type) -> type:
     known = {f.name for f in fields(cls)}
     generated = cls.__init__
 
-    @functools.wraps(generated)
+    @wraps(generated)
     def __init__(self, **options):
         for name in options:
             if name not in known:
@@ -306,6 +308,21 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the highest logit is taken; only temperature 0 says so, never an unset or tiny one."""
         return self.temperature == 0
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        """Whether what was prompted or generated changes the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the raw logits' highest is the answer, as far as these options say: stops may still be banned."""
+        return self.is_greedy and not (self.allowed_token_ids or self.logit_bias or self.has_penalties)
+
+    @cached_property
+    def allowed_array(self) -> np.ndarray:
+        """allowed_token_ids as int64: made once, since a list may be as long as the vocabulary."""
+        return np.array(self.allowed_token_ids or (), dtype=np.int64)
 
     def validate_for_vocab(self, vocab_size: int) -> None:
         """Refuse what no vocabulary of `vocab_size` tokens can honour; a larger top_k is clamped instead.

@@ -185,7 +185,10 @@ def write_missing_keys(llm: LLM, row: Row) -> None:
     """Make the keys of the MTP block that a row which does not draft has put off, so that they can be looked at."""
     store = llm.engine.target.store
     no_streams = store.mtp_streams.new_zeros(0, *store.mtp_streams.shape[2:])
-    llm.engine.proposer._write_keys([(CaughtUp(row, row.kv_len, 0), 0)], no_streams)
+    proposer = llm.engine.proposer
+    written, token_idx, streams = proposer._missing_pairs([(CaughtUp(row, row.kv_len, 0), 0)], no_streams)
+    if written:
+        proposer._catch_up(written, [], streams, token_idx)
 
 
 def reference_drafts(model, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, count: int,

@@ -19,7 +19,8 @@ def sampling_position(row: Row, drafts: Sequence[int] = ()) -> SamplingPosition:
     return SamplingPosition(
         params=request.params,
         prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=[*row.output_token_ids, *drafts] if drafts else row.output_token_ids,
+        output_token_ids=row.output_token_ids,
+        drafts=drafts,
         position=row.num_tokens + len(drafts),
         seed=request.seed,
         choice=row.choice,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from polytempo.engine.draw import sampling_position
 from polytempo.engine.row import Row
 from polytempo.engine.sampling import NO_TOKEN, sample
 from polytempo.engine.target import Target
-from polytempo.model.forward import mtp_forward, mtp_write
+from polytempo.model.forward import mtp_catch_up
 
 MOST_NOTED = 256
 """Tokens whose streams may wait to be copied, so that the memory of streams stays bounded by the store's. Not
@@ -134,17 +135,16 @@ class MTPProposer:
         for item, draft_len in zip(rows, draft_lens, strict=True):
             item.row.drafts = []
             (writing if draft_len or self._is_kept(item) else waiting).append((item, draft_len))
-        if writing:
-            self._write_keys(writing, streams)
+        chain = [(item, draft_len) for item, draft_len in writing if draft_len]
+        written, token_idx, previous = self._missing_pairs(writing, streams)
         if waiting:
             self._note_streams([item for item, _ in waiting], streams)
-        drafting = [(item, draft_len) for item, draft_len in writing if draft_len]
-        if not drafting:
-            return
-        last = [item.token_idx + item.row.kv_len - 1 - item.start for item, _ in drafting]
-        chain, previous = drafting, _select(streams, last)
-        for depth in range(max(draft_lens)):
-            chain, previous = self._extend(chain, previous, depth)
+        if written and not chain:
+            self._catch_up(written, [], previous, token_idx)
+        token_idx += [item.token_idx + item.row.kv_len - 1 - item.start for item, _ in chain]
+        for depth in range(max(draft_lens, default=0)):
+            chain, previous, token_idx = self._extend(chain, written, previous, token_idx, depth)
+            written = []
             if not chain:
                 return
 
@@ -152,8 +152,7 @@ class MTPProposer:
     def resume(self, row: Row, streams: Tensor) -> None:
         """Write the key of the one pair that a snapshot could not hold, since its token comes after the boundary."""
         segment = Segment(row.slot, row.kv_len - 1, row.tokens(row.kv_len, row.kv_len + 1))
-        target = self.target
-        mtp_write(target.model, target.tables, target.store, target.store.mtp_view([segment]), streams)
+        self._catch_up([segment], [], streams)
         row.mtp_len = row.kv_len
 
     @torch.inference_mode()
@@ -165,9 +164,14 @@ class MTPProposer:
         """Whether a snapshot of the row is about to be taken, which needs its keys."""
         return self.target.prefix_cache is not None and self.target.prefix_cache.is_due(item.row, item.start)
 
-    @torch.inference_mode()
-    def _write_keys(self, rows: Sequence[tuple[CaughtUp, int]], streams: Tensor) -> None:
-        """Write the keys that rows lack of their last window, but for the pair that the whole block will write."""
+    def _missing_pairs(
+        self, rows: Sequence[tuple[CaughtUp, int]], streams: Tensor
+    ) -> tuple[list[Segment], list[int], Tensor]:
+        """Pairs of their last window whose keys rows lack, but for the last pair of a row that drafts.
+
+        Returns:
+            The pairs; which of the streams is each one's; the step's streams, with those that were kept behind them.
+        """
         window = self._window
         segments, token_idx, cells = [], [], []
         for item, draft_len in rows:
@@ -182,13 +186,17 @@ class MTPProposer:
             cells += [row.slot * window + position % window for position in earlier]
             now = max(start, item.start) - item.start
             token_idx += range(item.token_idx + now, item.token_idx + end - item.start)
-        if not segments:
-            return
         if cells:
             self._keep_streams()
             streams = torch.cat((streams, self._kept[torch.tensor(cells, device=streams.device)]))
-        inputs, target = _select(streams, token_idx), self.target
-        mtp_write(target.model, target.tables, target.store, target.store.mtp_view(segments), inputs)
+        return segments, token_idx, streams
+
+    def _catch_up(
+        self, written: Sequence[Segment], queried: Sequence[Segment], streams: Tensor,
+        token_idx: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        target = self.target
+        return mtp_catch_up(target.model, target.tables, target.store, written, queried, streams, token_idx)
 
     def _note_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
         """Note the streams that later keys are made of: those of each row's last window of committed positions."""
@@ -199,48 +207,47 @@ class MTPProposer:
 
     def _keep_streams(self) -> None:
         """Copy the noted streams to their cells; of those with the same cell, the last."""
-        token_of: dict[int, int] = {}
-        window, offset = self._window, 0
-        for rows, noted in self._noted:
-            for slot, start, end, token_idx in rows:
-                for position in range(max(start, end - window), end):
-                    token_of[slot * window + position % window] = offset + token_idx + position - start
-            offset += len(noted)
-        if token_of:
-            noted = _select(torch.cat([noted for _, noted in self._noted]), list(token_of.values()))
-            self._kept.index_copy_(0, torch.tensor(list(token_of), device=noted.device), noted)
+        if not self._noted:
+            return
+        lengths = [len(streams) for _, streams in self._noted]
+        first_of = np.cumsum([0, *lengths[:-1]]).repeat([len(rows) for rows, _ in self._noted])
+        slots, starts, ends, token_idx = np.array([row for rows, _ in self._noted for row in rows], dtype=np.int64).T
+        kept_from = np.maximum(starts, ends - self._window)
+        counts = ends - kept_from
+        row_of = np.arange(len(counts)).repeat(counts)
+        positions = kept_from[row_of] + np.arange(counts.sum()) - (counts.cumsum() - counts)[row_of]
+        cells = slots[row_of] * self._window + positions % self._window
+        source = (first_of + token_idx - starts)[row_of] + positions
+        # Of equal cells, np.unique tells the first.
+        cells, last = np.unique(cells[::-1], return_index=True)
+        noted = torch.cat([streams for _, streams in self._noted])
+        cells, source = (torch.from_numpy(x).to(noted.device) for x in (cells, source[::-1][last]))
+        self._kept.index_copy_(0, cells, noted[source])
         self._noted, self._num_noted = [], 0
 
     def _extend(
-        self, chain: list[tuple[CaughtUp, int]], previous: Tensor, depth: int
-    ) -> tuple[list[tuple[CaughtUp, int]], Tensor]:
-        """Add draft number depth + 1 to every row of the chain: one forward, per-row positions."""
+        self, chain: list[tuple[CaughtUp, int]], written: list[Segment], streams: Tensor,
+        token_idx: Sequence[int] | None, depth: int,
+    ) -> tuple[list[tuple[CaughtUp, int]], Tensor, list[int] | None]:  # fmt: skip
+        """Add draft number depth + 1 to every row of the chain: one forward, per-row positions.
+
+        Returns:
+            The rows that want another, the block's output streams, and which of these are theirs.
+        """
         segments = []
         for item, _ in chain:
             row = item.row
             newest = row.drafts[-1] if row.drafts else row.tokens(row.num_tokens - 1, row.num_tokens)[0]
             segments.append(Segment(row.slot, row.kv_len - 1 + depth, [newest]))
-        target = self.target
-        output = mtp_forward(target.model, target.tables, target.store, target.store.mtp_view(segments), previous)
+        output = self._catch_up(written, segments, streams, token_idx)
         self.num_forwards += 1
         positions = [sampling_position(item.row, item.row.drafts) for item, _ in chain]
         # The same noise as the target's: a draft is what the target would draw if their logits agreed.
-        drawn = sample(target.model.mtp_logits(output).float(), positions).token_ids.tolist()
+        drawn = sample(self.target.model.mtp_logits(output), positions, self.target.greedy).token_ids.tolist()
         kept = []
         for place, ((item, draft_len), token_id) in enumerate(zip(chain, drawn, strict=True)):
             if token_id != NO_TOKEN:
                 item.row.drafts.append(token_id)
                 if len(item.row.drafts) < draft_len:
                     kept.append(place)
-        if not kept:
-            return [], output
-        return [chain[place] for place in kept], _select(output, kept)
-
-
-def _select(streams: Tensor, token_idx: Sequence[int]) -> Tensor:
-    """streams[token_idx], without a copy if these are all of them in order, or one."""
-    if len(token_idx) == 1:
-        return streams[token_idx[0] : token_idx[0] + 1]
-    if len(token_idx) == len(streams) and list(token_idx) == list(range(len(streams))):
-        return streams
-    return streams[torch.tensor(token_idx, device=streams.device)]
+        return [chain[place] for place in kept], output, None if len(kept) == len(chain) else kept

@@ -30,20 +30,21 @@ NO_TOKEN = -1
 _TEMPERATURE_RANGE = (1e-20, 1e20)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SamplingPosition:
-    """All that the token at one position depends on, besides its logits.
+    """All that the token at one position depends on, besides its logits. Made for every position: it must cost little.
 
     Attributes:
         params: the request's options.
         prompt_token_ids: the prompt.
-        output_token_ids: every output token before this position, drafts under verification included.
+        output_token_ids: the output before this position, but for drafts.
         position: absolute index of the token about to be drawn.
         seed: the request's noise seed (`noise.resolve_seed`).
         choice: which of the request's n choices.
         stop_token_ids: EOS and stop ids, banned until params.min_tokens are out.
         bad_words: token sequences that must not be completed.
         grammar_mask: what the request's grammar allows here, bit i % 8 of byte i // 8 for token i; None is everything.
+        drafts: behind the output, taken for accepted.
     """
 
     params: SamplingParams
@@ -55,28 +56,23 @@ class SamplingPosition:
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: BadWords = BadWords()
     grammar_mask: bytes | None = None
+    drafts: Sequence[int] = ()
 
     @property
     def bans_stops(self) -> bool:
         """Whether min_tokens still keeps the output from ending here."""
-        return len(self.output_token_ids) < self.params.min_tokens and bool(self.stop_token_ids)
+        num_output = len(self.output_token_ids) + len(self.drafts)
+        return num_output < self.params.min_tokens and bool(self.stop_token_ids)
 
     @property
-    def has_penalties(self) -> bool:
-        """Whether what was generated or prompted changes the logits."""
-        params = self.params
-        return (
-            params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-        )
+    def history(self) -> Sequence[int]:
+        """Output and drafts."""
+        return [*self.output_token_ids, *self.drafts] if self.drafts else self.output_token_ids
 
     @property
     def is_plain(self) -> bool:
         """Whether the raw logits' highest is the answer: greedy, and nothing edits the logits."""
-        params = self.params
-        edits = params.allowed_token_ids or self.bad_words or self.bans_stops or params.logit_bias
-        return params.is_greedy and not edits and not self.has_penalties and self.grammar_mask is None
+        return self.params.is_plain and not self.bad_words and not self.bans_stops and self.grammar_mask is None
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,24 @@ class SampledTokens:
         }
 
 
-def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledTokens:
+Greedy = Callable[[Tensor], Tensor]
+"""`greedy`, or a kernel that gives the same."""
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Each row's highest logit.
+
+    Args:
+        logits: [N, V], any float dtype.
+
+    Returns:
+        [N] int64, the lowest id among equals; NO_TOKEN for a row with NaN or +inf, or with nothing above -inf.
+    """
+    is_finite = logits.amax(-1).abs() < torch.inf
+    return first_argmax(logits).masked_fill_(~is_finite, NO_TOKEN)
+
+
+def sample(logits: Tensor, positions: Sequence[SamplingPosition], greedy: Greedy = greedy) -> SampledTokens:
     """Draw one token at every position.
 
     Greedy positions take the highest processed logit; others take the argmax of processed logits / temperature
@@ -114,6 +127,7 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledToke
     Args:
         logits: [N, V], any float dtype; not modified.
         positions: N positions in the order of the logits' rows.
+        greedy: for the positions that nothing but the logits decides.
 
     Returns:
         SampledTokens for the N positions.
@@ -132,8 +146,8 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledToke
     for index, position in enumerate(positions):
         (plain if position.is_plain else other).append(index)
     if not other:
-        return _sample_plain(logits)
-    first = _sample_plain(logits[plain])
+        return _sample_plain(logits, greedy)
+    first = _sample_plain(logits[plain], greedy)
     second = _sample_processed(logits[other], [positions[i] for i in other])
     place = torch.tensor(plain + other, device=logits.device).argsort()
     return SampledTokens(
@@ -143,10 +157,10 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledToke
     )
 
 
-def _sample_plain(logits: Tensor) -> SampledTokens:
-    """Greedy without options: one argmax, whose maximum also tells whether the row is finite."""
-    is_finite = logits.amax(-1).abs() < torch.inf
-    token_ids = first_argmax(logits).masked_fill_(~is_finite, NO_TOKEN)
+def _sample_plain(logits: Tensor, greedy: Greedy) -> SampledTokens:
+    """Greedy without options."""
+    token_ids = greedy(logits)
+    is_finite = token_ids != NO_TOKEN
     return SampledTokens(token_ids, is_finite, torch.ones_like(is_finite))
 
 
@@ -202,7 +216,7 @@ def process_logits(logits: Tensor, positions: Sequence[SamplingPosition]) -> Ten
     _restrict(logits, positions)
     _ban(logits, positions)
     _add_bias(logits, positions)
-    penalised = [i for i, p in enumerate(positions) if p.has_penalties]
+    penalised = [i for i, p in enumerate(positions) if p.params.has_penalties]
     if penalised:
         rows = torch.tensor(penalised, device=logits.device)
         logits[rows] = _penalise(logits[rows], [positions[i] for i in penalised])
@@ -212,7 +226,7 @@ def process_logits(logits: Tensor, positions: Sequence[SamplingPosition]) -> Ten
 def _restrict(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
     for row_idx, position in enumerate(positions):
         if position.params.allowed_token_ids:
-            allowed = torch.tensor(position.params.allowed_token_ids, device=logits.device)
+            allowed = torch.from_numpy(position.params.allowed_array).to(logits.device)
             kept = logits[row_idx, allowed]
             logits[row_idx] = -torch.inf
             logits[row_idx, allowed] = kept
@@ -226,7 +240,9 @@ def _ban(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
     rows: list[int] = []
     ids: list[int] = []
     for row_idx, position in enumerate(positions):
-        banned = position.bad_words.banned_after(position.prompt_token_ids, position.output_token_ids)
+        banned = set()
+        if position.bad_words:
+            banned = position.bad_words.banned_after(position.prompt_token_ids, position.history)
         if position.bans_stops:
             banned |= position.stop_token_ids
         rows += [row_idx] * len(banned)
@@ -263,7 +279,7 @@ def _column(positions: Sequence[SamplingPosition], name: str, like: Tensor) -> T
 
 def _penalise(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     """Repetition over prompt and output; presence and frequency over the output only."""
-    in_output = _count(logits, [p.output_token_ids for p in positions])
+    in_output = _count(logits, [p.history for p in positions])
     in_prompt = _count(
         logits, [p.prompt_token_ids if p.params.repetition_penalty != 1 else () for p in positions]
     )

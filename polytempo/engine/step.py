@@ -100,8 +100,8 @@ def _verify(
         rows += [item.row] * (item.num_drafts + 1)
     if len(token_idx) < len(streams):
         streams = streams[torch.tensor(token_idx, device=streams.device)]
-    logits = target.model.logits(streams).float()
-    drawn = sample(logits, positions)
+    logits = target.model.logits(streams)
+    drawn = sample(logits, positions, target.greedy)
     failures = drawn.failures()
     entries = logprob_entries(rows, logits, drawn.token_ids)
     token_ids = [None if place in failures else token for place, token in enumerate(drawn.token_ids.tolist())]

@@ -62,7 +62,19 @@ struct PtState {
 struct PtTokens {
     int64_t count;
     const int64_t *ids, *slots, *positions;
-    const float *cos, *sin;
+    const float *cos, *sin;  // of one layer: see PtAngles
     int64_t is_bf16, threads;
+};
+
+// A layer's rotary table, by position.
+struct PtAngles {
+    const float *cos, *sin;
+};
+
+// The last steps of a forward, from streams to logits [T, vocab].
+struct PtHead {
+    PtSite site;
+    const void* weight;
+    int64_t vocab;
 };
 }

@@ -20,8 +20,8 @@ inline T* window_row(const PtLayer& layer, const PtState& state, int64_t slot, i
 
 // Everything that reads x: low-rank queries, the key-value vector into its cell, compressor inputs into theirs.
 template <class T>
-inline void project_inputs(const PtLayer& layer, const PtState& state, const PtTokens& tokens, const T* x,
-                           bool only_kv, AttentionBuffers<T>& to) {
+inline void project_inputs(const PtLayer& layer, const PtState& state, const PtTokens& tokens, const PtTokens& queries,
+                           const T* x, AttentionBuffers<T>& to) {
     Timed timed(INPUTS);
     const long count = tokens.count, hidden = layer.hidden;
     const long input_width = layer.head_dim * (layer.ratio == OVERLAP_RATIO ? 2 : 1);
@@ -30,28 +30,28 @@ inline void project_inputs(const PtLayer& layer, const PtState& state, const PtT
     T** y = PT_SCRATCH(T*, MOST * count);
     Product<T> products[MOST];
     long used = 0;
-    auto add = [&](const Weights<T>& w, long width) {
-        products[used] = {x_rows, y + used * count, w, count, hidden, width};
+    auto add = [&](const PtTokens& of, const Weights<T>& w, long width) {
+        products[used] = {x_rows + (count - of.count), y + used * count, w, of.count, hidden, width};
         used++;
     };
     for (long t = 0; t < count; t++) y[t] = window_row<T>(layer, state, tokens.slots[t], tokens.positions[t]);
-    add(layer.wkv, layer.head_dim);
-    if (!only_kv) {
-        row_pointers(y + used * count, to.q_residual, count, layer.q_rank);
-        add(layer.wq_a, layer.q_rank);
+    add(tokens, layer.wkv, layer.head_dim);
+    if (queries.count) {
+        row_pointers(y + used * count, to.q_residual, queries.count, layer.q_rank);
+        add(queries, layer.wq_a, layer.q_rank);
         auto add_inputs = [&](const PtCompressor& compressor, const PtPool& pool, long width) {
             for (int part = 0; part < 2; part++) {
-                for (long t = 0; t < count; t++)
-                    y[used * count + t] = input_row<T>(part ? pool.gate : pool.kv, pool, tokens.slots[t],
-                                                       tokens.positions[t], width);
-                add((const T*)(part ? compressor.wgate : compressor.wkv), width);
+                for (long t = 0; t < queries.count; t++)
+                    y[used * count + t] = input_row<T>(part ? pool.gate : pool.kv, pool, queries.slots[t],
+                                                       queries.positions[t], width);
+                add(queries, (const T*)(part ? compressor.wgate : compressor.wkv), width);
             }
         };
         if (layer.ratio) add_inputs(layer.compressor, state.pool, input_width);
         if (layer.index_heads) {
             add_inputs(layer.index_compressor, state.index_pool, 2 * layer.index_dim);
-            row_pointers(y + used * count, to.index_weights, count, layer.index_heads);
-            add((const T*)layer.index_weights, layer.index_heads);
+            row_pointers(y + used * count, to.index_weights, queries.count, layer.index_heads);
+            add(queries, (const T*)layer.index_weights, layer.index_heads);
         }
     }
     run(products, used, tokens.threads);
@@ -59,18 +59,18 @@ inline void project_inputs(const PtLayer& layer, const PtState& state, const PtT
 
 // Norms and rotations of the keys just written, and of the low-rank queries.
 template <class T>
-inline void finish_inputs(const PtLayer& layer, const PtState& state, const PtTokens& tokens, bool only_kv,
+inline void finish_inputs(const PtLayer& layer, const PtState& state, const PtTokens& tokens, const PtTokens& queries,
                           AttentionBuffers<T>& to) {
     Timed timed(INPUTS);
-    const long group = 8;
+    const long group = 8, first = tokens.count - queries.count;
     share((tokens.count + group - 1) / group, tokens.threads, [&](long task) {
         for (long t = task * group; t < std::min(tokens.count, task * group + group); t++) {
             const int64_t position = tokens.positions[t], angle = position * layer.rope_pairs;
             T* kv = window_row<T>(layer, state, tokens.slots[t], position);
             rms_norm(kv, kv, layer.kv_norm, layer.head_dim, layer.norm_eps);
             rotate(kv, layer.head_dim, tokens.cos + angle, tokens.sin + angle, layer.rope_pairs, 1.0f);
-            if (only_kv) continue;
-            T* q = to.q_residual + t * layer.q_rank;
+            if (t < first) continue;
+            T* q = to.q_residual + (t - first) * layer.q_rank;
             rms_norm(q, q, layer.q_norm, layer.q_rank, layer.norm_eps);
         }
     });
@@ -336,26 +336,27 @@ inline void project_output(const PtLayer& layer, const PtTokens& tokens, Attenti
     run(&last, 1, tokens.threads);
 }
 
-// x [T, D], normalised, to y [T, D]; with only_kv just the tokens' keys are written.
+// x [T, D], normalised, to y [Q, D] for the queries, the last Q of the tokens; of those before, only keys are written,
+// which is all that a layer without a compressor keeps of a token.
 template <class T>
-inline void attention(const PtLayer& layer, const PtState& state, const PtTokens& tokens, const T* x, T* y,
-                      bool only_kv) {
-    const long count = tokens.count;
+inline void attention(const PtLayer& layer, const PtState& state, const PtTokens& tokens, const PtTokens& queries,
+                      const T* x, T* y) {
+    const long count = queries.count;
     AttentionBuffers<T> work;
     work.q_residual = PT_SCRATCH(T, count * layer.q_rank);
     work.q = PT_SCRATCH(T, count * layer.heads * layer.head_dim);
     work.index_q = PT_SCRATCH(T, count * layer.index_heads * layer.index_dim);
     work.index_weights = PT_SCRATCH(T, count * layer.index_heads);
     work.grouped = PT_SCRATCH(T, count * layer.groups * layer.o_rank);
-    project_inputs(layer, state, tokens, x, only_kv, work);
-    finish_inputs(layer, state, tokens, only_kv, work);
-    if (only_kv) return;
-    project_queries(layer, tokens, work);
-    if (layer.ratio) pool_entries<T>(layer, layer.compressor, state.pool, tokens, layer.head_dim);
+    project_inputs(layer, state, tokens, queries, x, work);
+    finish_inputs(layer, state, tokens, queries, work);
+    if (!count) return;
+    project_queries(layer, queries, work);
+    if (layer.ratio) pool_entries<T>(layer, layer.compressor, state.pool, queries, layer.head_dim);
     if (layer.index_heads)
-        pool_entries<T>(layer, layer.index_compressor, state.index_pool, tokens, layer.index_dim);
-    attend(layer, state, tokens, work);
-    project_output(layer, tokens, work, y);
+        pool_entries<T>(layer, layer.index_compressor, state.index_pool, queries, layer.index_dim);
+    attend(layer, state, queries, work);
+    project_output(layer, queries, work, y);
 }
 
 }  // namespace pt

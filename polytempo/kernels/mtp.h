@@ -6,8 +6,10 @@
 namespace pt {
 
 // to [T, hc, D] = h_proj(hnorm(streams)) + e_proj(enorm(embedding of the token)), each rounded as the twin rounds it.
+// source: which of the streams is each token's, null for all in order.
 template <class T>
-inline void combine(const PtLayer& layer, const PtMtp& mtp, const PtTokens& tokens, const T* streams, T* to) {
+inline void combine(const PtLayer& layer, const PtMtp& mtp, const PtTokens& tokens, const T* streams,
+                    const int64_t* source, T* to) {
     Timed timed(COMBINE);
     const long count = tokens.count, hc = layer.hc, hidden = layer.hidden, group = 4;
     T* normed = PT_SCRATCH(T, count * hc * hidden);
@@ -15,8 +17,9 @@ inline void combine(const PtLayer& layer, const PtMtp& mtp, const PtTokens& toke
     T* added = PT_SCRATCH(T, count * hidden);
     share((count + group - 1) / group, tokens.threads, [&](long task) {
         for (long token = task * group; token < std::min(count, task * group + group); token++) {
-            for (long row = token * hc; row < (token + 1) * hc; row++)
-                rms_norm(streams + row * hidden, normed + row * hidden, mtp.hnorm, hidden, layer.norm_eps);
+            const T* own = streams + (source ? source[token] : token) * hc * hidden;
+            for (long k = 0; k < hc; k++)
+                rms_norm(own + k * hidden, normed + (token * hc + k) * hidden, mtp.hnorm, hidden, layer.norm_eps);
             rms_norm((const T*)mtp.embed + tokens.ids[token] * hidden, next + token * hidden, mtp.enorm, hidden,
                      layer.norm_eps);
         }

@@ -1,4 +1,4 @@
-"""Single kernels on tensors; twins: model.ops.linear and RMSNorm."""
+"""Single kernels on tensors; twins: model.ops.linear, engine.sampling.greedy and RMSNorm."""
 
 from __future__ import annotations
 
@@ -75,6 +75,26 @@ def linear_by(library: ctypes.CDLL, x: Tensor, matrix: Matrix, width: int, threa
     library.pt_linear(x.data_ptr(), ctypes.byref(matrix), out.data_ptr(), rows, depth, width,
                       x.dtype == torch.bfloat16, threads or kernel_threads())  # fmt: skip
     return out
+
+
+def greedy(library: ctypes.CDLL, x: Tensor) -> Tensor:
+    """Where each row is highest; twin: engine.sampling.greedy.
+
+    Args:
+        library: from `build.load`.
+        x: [M, N], N >= 1, float32 or bfloat16, contiguous.
+
+    Returns:
+        [M] int64, the lowest index among equals; −1 for a row with NaN or +inf, or with nothing above −inf.
+
+    Raises:
+        InvariantError: x is not what the kernel reads.
+    """
+    check_operand("x", x)
+    rows, width = x.shape
+    ids = torch.empty(rows, dtype=torch.int64)
+    library.pt_greedy(x.data_ptr(), ids.data_ptr(), rows, width, x.dtype == torch.bfloat16, kernel_threads())
+    return ids
 
 
 def rms_norm(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -75,16 +75,28 @@ class Tokens(ctypes.Structure):
     _fields_ = [("count", INT), *_fields(POINTER, "ids slots positions cos sin"), *_fields(INT, "is_bf16 threads")]
 
 
-_ALL = (Site, Matrix, CompressorWeights, Layer, Mtp, Pool, State, Tokens)
+class Angles(ctypes.Structure):
+    """A layer's rotary table."""
+
+    _fields_ = _fields(POINTER, "cos sin")
+
+
+class Head(ctypes.Structure):
+    """From streams to logits."""
+
+    _fields_ = [("site", Site), ("weight", POINTER), ("vocab", INT)]
+
+
+_ALL = (Site, Matrix, CompressorWeights, Layer, Mtp, Pool, State, Tokens, Angles, Head)
 _SIGNATURES: dict[str, Sequence[type]] = {
-    "pt_block": (POINTER,) * 5,
-    "pt_mtp_block": (POINTER,) * 6,
-    "pt_mtp_keys": (POINTER,) * 5,
+    "pt_target": (*(POINTER,) * 3, INT, POINTER, POINTER, INT, POINTER),
+    "pt_mtp": (*(POINTER,) * 5, INT, INT, *(POINTER,) * 3),
     "pt_attention": (POINTER,) * 5,
     "pt_site": (POINTER,) * 7,
     "pt_expand": (POINTER,) * 7,
     "pt_moe": (POINTER,) * 4,
-    "pt_head": (POINTER,) * 5,
+    "pt_logits": (POINTER,) * 5,
+    "pt_greedy": (POINTER, POINTER, *(INT,) * 4),
     "pt_linear": (*(POINTER,) * 3, *(INT,) * 5),
     "pt_rms_norm": (*(POINTER,) * 3, INT, INT, REAL, INT),
     "pt_exp": (POINTER, POINTER, INT),
@@ -104,6 +116,7 @@ def declare(library: ctypes.CDLL) -> None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    library.pt_target.restype = library.pt_mtp.restype = INT
     library.pt_struct_size.argtypes, library.pt_struct_size.restype = (INT,), INT
     library.pt_part_seconds.argtypes, library.pt_part_seconds.restype = (INT,), REAL
     library.pt_part_name.argtypes, library.pt_part_name.restype = (INT,), ctypes.c_char_p

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from polytempo.cache.layout import Segment
 from polytempo.cache.store import RowStore
 from polytempo.cache.view import BatchView
 from polytempo.cache.window import WindowLayout
@@ -61,7 +64,7 @@ def mtp_forward(
         The block's output streams [T, hc, D]: the next draft's input, and `model.mtp_logits` gives its logits.
     """
     if uses_kernels(model, store.mtp_windows):
-        return model.native.mtp_block(tables, store, view, streams)
+        return model.native.mtp_block(tables, store, view, streams, view.num_tokens)
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
     return block(inputs, view.token_ids, CachedAttention(store.mtp[0], view, tables))
@@ -81,13 +84,45 @@ def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: Batc
         streams: [T, hc, D], the target's at the same positions.
     """
     if uses_kernels(model, store.mtp_windows):
-        model.native.mtp_keys(tables, store, view, streams)
+        model.native.mtp_block(tables, store, view, streams, 0)
         return
     block = model.mtp[0]
     inputs = block.combine(streams, model.embed(view.token_ids))
     x = block.attn_norm(collapse(inputs, block.hc_attn(inputs).pre))
     kv = block.attn.project_kv(x, tables.plain.at(view.positions))
     write_window(store.mtp[0].window, view, kv)
+
+
+@torch.inference_mode()
+def mtp_catch_up(
+    model: DeepseekV4, tables: RopeTables, store: RowStore, written: Sequence[Segment], queried: Sequence[Segment],
+    streams: Tensor, token_idx: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """`mtp_write` for some pairs and then `mtp_forward` for others, which may be of the same rows.
+
+    Args:
+        model: weights with an MTP block.
+        tables: RoPE over the store's positions.
+        store: state of all rows.
+        written: pairs whose keys alone are written.
+        queried: pairs that run through the whole block.
+        streams: [S, hc, D], the target's, or the previous draft's.
+        token_idx: which of the streams is each pair's, those of `written` first; None: S pairs in the same order.
+
+    Returns:
+        The block's output streams [Q, hc, D] of the queried pairs.
+    """
+    num_written = sum(len(segment.token_ids) for segment in written)
+    if uses_kernels(model, store.mtp_windows):
+        view = store.mtp_view([*written, *queried])
+        return model.native.mtp_block(tables, store, view, streams, view.num_tokens - num_written, token_idx)
+    if token_idx is not None:
+        streams = streams[torch.tensor(token_idx, device=streams.device)]
+    if written:
+        mtp_write(model, tables, store, store.mtp_view(written), streams[:num_written])
+    if not queried:
+        return streams[:0]
+    return mtp_forward(model, tables, store, store.mtp_view(queried), streams[num_written:])
 
 
 def uses_kernels(model: DeepseekV4, windows: WindowLayout) -> bool:

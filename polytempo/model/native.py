@@ -7,6 +7,8 @@ Twins: model.forward and the modules that it runs.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,14 +16,26 @@ from torch import Tensor, nn
 
 from polytempo.cache.store import LayerState, RowStore
 from polytempo.cache.view import BatchView
-from polytempo.errors import ConfigError
+from polytempo.errors import ConfigError, InvariantError
 from polytempo.kernels import ops
 from polytempo.kernels.build import KernelError, load, load_or_note
-from polytempo.kernels.structs import PLAIN, CompressorWeights, Layer, Matrix, Mtp, Pool, Site, State, Tokens
+from polytempo.kernels.structs import (
+    PLAIN,
+    Angles,
+    CompressorWeights,
+    Head,
+    Layer,
+    Matrix,
+    Mtp,
+    Pool,
+    Site,
+    State,
+    Tokens,
+)
 from polytempo.kernels.threads import kernel_threads
 from polytempo.model.compressor import Compressor
 from polytempo.model.packed import Packed, PackedLinear
-from polytempo.model.rope import RopeAngles, RopeTables
+from polytempo.model.rope import RopeTables
 
 MAX_STREAMS = 8
 DTYPES = (torch.float32, torch.bfloat16)
@@ -80,18 +94,18 @@ class NativeModel:
     """
 
     def __init__(self, library: ctypes.CDLL, model: nn.Module) -> None:
-        self.library, self.dtype, self.num_streams = library, model.dtype, model.config.hc_mult
-        self.embed, self.vocab_projection = model.embed, model.head
+        config = model.config
+        self.library, self.dtype, self.vocab_size = library, model.dtype, config.vocab_size
+        self.streams_shape = config.hc_mult, config.hidden_size
+        self.embed = model.embed
         self.memory = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         self.first_weight = model.embed.weight.data_ptr()
-        self.layers = [_layer(model, block) for block in model.layers]
-        self.mtp = [_layer(model, block) for block in model.mtp]
+        self.layers = (Layer * len(model.layers))(*(_layer(model, block) for block in model.layers))
+        self.mtp = (Layer * len(model.mtp))(*(_layer(model, block) for block in model.mtp))
         self.mtp_inputs = [_mtp_inputs(model, block) for block in model.mtp]
-        self._states: WeakKeyDictionary[LayerState, tuple[State, list[Tensor]]] = WeakKeyDictionary()
-        self.head = Site(*_pointers(model.hc_head.fn, model.hc_head.base, model.hc_head.scale, model.norm.weight))
-        self.mtp_heads = [
-            Site(*_pointers(b.hc_head.fn, b.hc_head.base, b.hc_head.scale, b.norm.weight)) for b in model.mtp
-        ]
+        self.head = _head(model, model.hc_head, model.norm)
+        self.mtp_heads = [_head(model, block.hc_head, block.norm) for block in model.mtp]
+        self._bound: WeakKeyDictionary[LayerState, _Bound] = WeakKeyDictionary()
 
     @property
     def is_current(self) -> bool:
@@ -104,65 +118,108 @@ class NativeModel:
 
     def target(self, tables: RopeTables, store: RowStore, view: BatchView) -> Tensor:
         """As `forward.target_forward`."""
-        streams = self.embed(view.token_ids).unsqueeze(1).repeat(1, self.num_streams, 1)
-        spare = torch.empty_like(streams)
-        tokens = {ratio: self._tokens(view, tables.for_ratio(ratio)) for ratio in {x.ratio for x in self.layers}}
-        for layer, state in zip(self.layers, store.layers, strict=True):
-            arguments = ctypes.byref(layer), ctypes.byref(self._state(state, view)), ctypes.byref(tokens[layer.ratio])
-            self.library.pt_block(*arguments, streams.data_ptr(), spare.data_ptr())
-            streams, spare = spare, streams
-        return streams
-
-    def mtp_block(self, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor) -> Tensor:
-        """As `forward.mtp_forward`."""
-        streams = streams.contiguous()
-        ops.check_operand("streams", streams, self.dtype)
-        out = torch.empty_like(streams)
-        self.library.pt_mtp_block(*self._mtp_arguments(tables, store, view), streams.data_ptr(), out.data_ptr())
+        out = self.embed.weight.new_empty(view.num_tokens, *self.streams_shape)
+        bound = self._bind(self.layers, store.layers, tables, view)
+        unknown = self.library.pt_target(
+            self.layers, bound.states, bound.angles, len(self.layers), ctypes.byref(self._tokens(view)),
+            self.first_weight, self.vocab_size, out.data_ptr(),
+        )  # fmt: skip
+        self._check_known(unknown, view)
         return out
 
-    def mtp_keys(self, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor) -> None:
-        """As `forward.mtp_write`."""
+    def mtp_block(
+        self, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor, num_queries: int,
+        token_idx: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As `forward.mtp_write` for all but the last `num_queries` pairs, and as `forward.mtp_forward` for these.
+
+        Args:
+            tables: RoPE over the store's positions.
+            store: state of all rows.
+            view: positions are the pairs' p; token_ids are the tokens of p + 1.
+            streams: [S, hc, D].
+            num_queries: Q.
+            token_idx: which of the streams is each pair's; None: S pairs in the same order.
+
+        Returns:
+            [Q, hc, D].
+        """
         streams = streams.contiguous()
         ops.check_operand("streams", streams, self.dtype)
-        self.library.pt_mtp_keys(*self._mtp_arguments(tables, store, view), streams.data_ptr())
+        source = None if token_idx is None else torch.tensor(token_idx)
+        last = len(streams) - 1 if source is None else max(token_idx, default=-1)
+        if (len(streams) if source is None else len(source)) != view.num_tokens or last >= len(streams):
+            raise InvariantError(f"{len(streams)} streams, up to number {last}, for {view.num_tokens} pairs")
+        out = streams.new_empty(num_queries, *self.streams_shape)
+        bound = self._bind(self.mtp, store.mtp, tables, view)
+        unknown = self.library.pt_mtp(
+            self.mtp, ctypes.byref(self.mtp_inputs[0]), bound.states, bound.angles, ctypes.byref(self._tokens(view)),
+            num_queries, self.vocab_size, streams.data_ptr(), None if source is None else source.data_ptr(),
+            out.data_ptr(),
+        )  # fmt: skip
+        self._check_known(unknown, view)
+        return out
 
     def logits(self, streams: Tensor, is_mtp: bool = False) -> Tensor:
         """Logits [T, vocab] of streams [T, hc, D], through the target's or the MTP block's own head."""
-        site = self.mtp_heads[0] if is_mtp else self.head
         streams = streams.contiguous()
         ops.check_operand("streams", streams, self.dtype)
-        x = streams.new_empty(streams.shape[0], streams.shape[2])
+        out = streams.new_empty(streams.shape[0], self.vocab_size)
         tokens = Tokens(count=streams.shape[0], is_bf16=self._is_bf16, threads=kernel_threads())
-        self.library.pt_head(ctypes.byref(self.layers[0]), ctypes.byref(site), ctypes.byref(tokens),
-                             streams.data_ptr(), x.data_ptr())  # fmt: skip
-        return ops.linear(self.library, x, self.vocab_projection.weight)
+        head = self.mtp_heads[0] if is_mtp else self.head
+        self.library.pt_logits(self.layers, ctypes.byref(head), ctypes.byref(tokens), streams.data_ptr(),
+                               out.data_ptr())  # fmt: skip
+        return out
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """As `sampling.greedy`."""
+        return ops.greedy(self.library, logits)
 
     @property
     def _is_bf16(self) -> bool:
         return self.dtype == torch.bfloat16
 
-    def _tokens(self, view: BatchView, table: RopeAngles) -> Tokens:
-        return Tokens(
-            view.num_tokens, *_pointers(view.token_ids, view.slots, view.positions, table.cos, table.sin),
-            self._is_bf16, kernel_threads(),
-        )  # fmt: skip
+    def _tokens(self, view: BatchView) -> Tokens:
+        addresses = _pointers(view.token_ids, view.slots, view.positions)
+        return Tokens(view.num_tokens, *addresses, None, None, self._is_bf16, kernel_threads())
 
-    def _mtp_arguments(self, tables: RopeTables, store: RowStore, view: BatchView) -> tuple:
-        tokens, state = self._tokens(view, tables.plain), self._state(store.mtp[0], view)
-        return ctypes.byref(self.mtp[0]), ctypes.byref(self.mtp_inputs[0]), ctypes.byref(state), ctypes.byref(tokens)
+    def _check_known(self, unknown: int, view: BatchView) -> None:
+        if unknown >= 0:
+            raise InvariantError(
+                f"token {int(view.token_ids[unknown])} at position {int(view.positions[unknown])} of slot "
+                f"{int(view.slots[unknown])} is not in the vocabulary of {self.vocab_size}"
+            )
 
-    def _state(self, state: LayerState, view: BatchView) -> State:
-        """Where a layer's state lies: found anew only when a pool has moved, but for the view's block table."""
-        known, entries = self._states.get(state, (None, None))
-        if known is None or any(pool.entries is not old for pool, old in zip(state.pooled, entries, strict=True)):
-            known, entries = _addresses(state), [pool.entries for pool in state.pooled]
-            self._states[state] = known, entries
-        if state.compressed is not None:
-            table = view.block_tables[state.shape.ratio]
-            known.pool.table = known.index_pool.table = table.data_ptr()
-            known.pool.table_width = known.index_pool.table_width = table.shape[1]
-        return known
+    def _bind(
+        self, layers: ctypes.Array, states: Sequence[LayerState], tables: RopeTables, view: BatchView
+    ) -> _Bound:
+        """Where the layers' state lies: found anew only when a pool has moved, but for the view's block tables."""
+        entries = [pool.entries for state in states for pool in state.pooled]
+        bound = self._bound.get(states[0])
+        if bound is None or bound.tables is not tables or list(map(id, bound.entries)) != list(map(id, entries)):
+            found = [tables.for_ratio(layer.ratio) for layer in layers]
+            bound = _Bound(
+                tables, entries, (State * len(layers))(*map(_addresses, states)),
+                (Angles * len(layers))(*(Angles(*_pointers(table.cos, table.sin)) for table in found)),
+            )  # fmt: skip
+            self._bound[states[0]] = bound
+        for ratio, table in view.block_tables.items():
+            address, width = table.data_ptr(), table.shape[1]
+            for layer, state in zip(layers, bound.states, strict=True):
+                if layer.ratio == ratio:
+                    state.pool.table = state.index_pool.table = address
+                    state.pool.table_width = state.index_pool.table_width = width
+        return bound
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Addresses of the layers' state and rotary tables, and what must stay where it is for them to hold."""
+
+    tables: RopeTables
+    entries: list[Tensor]
+    states: ctypes.Array
+    angles: ctypes.Array
 
 
 def linear_matrix(linear: nn.Module) -> Matrix:
@@ -219,6 +276,10 @@ def _mtp_inputs(model: nn.Module, block: nn.Module) -> Mtp:
     """What an MTP block makes its input of; the caller keeps model and block alive."""
     projections = linear_matrix(block.h_proj), linear_matrix(block.e_proj)
     return Mtp(*_pointers(block.hnorm.weight, block.enorm.weight), *projections, model.embed.weight.data_ptr())
+
+
+def _head(model: nn.Module, connection: nn.Module, norm: nn.Module) -> Head:
+    return Head(_site(connection, norm), model.head.weight.data_ptr(), model.config.vocab_size)
 
 
 def _site(connection: nn.Module, norm: nn.Module) -> Site:

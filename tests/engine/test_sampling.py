@@ -14,7 +14,7 @@ from polytempo.types import SamplingParams
 VOCAB = 1003  # odd, so that rows begin at every alignment
 
 
-def place(params=None, *, prompt=(), output=(), position=0, seed=1, choice=0, stops=(), bad=(), **options):
+def place(params=None, *, prompt=(), output=(), position=0, seed=1, choice=0, stops=(), bad=(), drafts=(), **options):
     return SamplingPosition(
         params or SamplingParams(**options),
         list(prompt),
@@ -24,6 +24,7 @@ def place(params=None, *, prompt=(), output=(), position=0, seed=1, choice=0, st
         choice,
         frozenset(stops),
         BadWords.of(bad),
+        drafts=list(drafts),
     )
 
 
@@ -320,5 +321,13 @@ def test_each_part_of_the_noise_address_changes_the_draws(field):
 def test_later_verify_positions_see_the_drafts_before_them():
     """Bad words and penalties were once computed for the first verified position only."""
     drafts = [1, 0]
-    positions = [place(temperature=0, bad=[[1, 0, 3]], output=drafts[:j], position=j) for j in range(3)]
-    assert sample(torch.tensor([RISING] * 3), positions).token_ids.tolist() == [3, 3, 2]
+
+    def tokens(**options) -> list[int]:
+        positions = [place(temperature=0, output=[2], drafts=drafts[:j], position=j, **options) for j in range(3)]
+        return sample(torch.tensor([RISING] * 3), positions).token_ids.tolist()
+
+    assert tokens() == [3, 3, 3]
+    assert tokens(bad=[[1, 0, 3]]) == [3, 3, 2] and tokens(bad=[[2, 3]]) == [2, 3, 3]
+    assert tokens(min_tokens=2, stops=[3]) == [2, 3, 3] and tokens(min_tokens=3, stops=[3]) == [2, 2, 3]
+    # A reward for what occurred: of equals the lowest.
+    assert tokens(presence_penalty=-2.0, logit_bias={0: 1.9, 2: -50}) == [3, 1, 0]

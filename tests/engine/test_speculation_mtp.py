@@ -173,13 +173,6 @@ def test_streams_wait_in_bounds(most, monkeypatch):
     assert assert_reference(proposer, rows, replace(GREEDY, max_tokens=60)) > 8
 
 
-def test_select():
-    streams = torch.arange(12.0).view(4, 3)
-    for token_idx in ([2], [0, 1, 2, 3], [1, 0, 2, 3], [3, 1]):
-        assert torch.equal(propose._select(streams, token_idx), streams[torch.tensor(token_idx)])
-    assert propose._select(streams, range(4)) is streams
-
-
 def test_only_decode_steps_are_timed():
     """Prompt tokens are cheaper than verify positions, and the drafts after a pause dearer: neither says what pays."""
     llm = make_llm(model_of(), draft_len="auto", max_chunk=60)

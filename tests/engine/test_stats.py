@@ -157,7 +157,7 @@ def test_sampling_position_is_the_place_of_the_token():
     row = Row(request, choice=3, output_token_ids=[8, 9])
     for drafts, position in (((), 5), ((10,), 6), ((10, 11), 7)):
         at = sampling_position(row, drafts)
-        assert (at.position, list(at.output_token_ids)) == (position, [8, 9, *drafts])
+        assert (at.position, list(at.history)) == (position, [8, 9, *drafts])
         assert (at.prompt_token_ids, at.seed, at.choice) == ([5, 6, 7], 99, 3)
         assert (at.params, at.stop_token_ids, at.bad_words) == (request.params, {4}, request.bad_words)
     assert row.output_token_ids == [8, 9]

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from kernel_support import CONFIGS, DTYPES, logits_of, model_of, segments_of
-from support import ENGINE, Harness, ids_with_clear_choices, random_ids, relative_difference
+from support import ENGINE, Harness, ids_with_clear_choices, random_ids, random_model, relative_difference
 
 from polytempo import LLM, SamplingParams
 from polytempo.cache.layout import Segment
 from polytempo.engine_config import EngineConfig
-from polytempo.errors import ConfigError
+from polytempo.errors import ConfigError, InvariantError
 from polytempo.model import native
-from polytempo.model.forward import target_forward
+from polytempo.model.forward import mtp_catch_up, mtp_forward, mtp_write, target_forward
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 each_config = pytest.mark.parametrize("config_name", list(CONFIGS))
@@ -91,9 +92,74 @@ def test_mtp_keys_alone_are_those_of_the_whole_block(dtype):
     whole, keys = Harness(model), Harness(model)
     streams = whole.streams(Segment(0, 0, ids[:-1]))[0]
     whole.mtp(streams, Segment(0, 0, ids[1:]))
-    model.native.mtp_keys(keys.tables, keys.store, keys.view([Segment(0, 0, ids[1:])]), streams)
+    mtp_write(model, keys.tables, keys.store, keys.view([Segment(0, 0, ids[1:])]), streams)
     assert torch.equal(keys.store.mtp[0].window, whole.store.mtp[0].window)
     assert keys.store.mtp[0].window[0, :39].abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@each_dtype
+def test_catching_up_is_writing_and_then_running_the_block(dtype, kernels):
+    model = model_of("odd", dtype).with_kernels(kernels)
+    rows = [random_ids(length, length) for length in (41, 9, 26)]  # of the second nothing but the last pair
+    written = [Segment(slot, 0, ids[1:-1]) for slot, ids in enumerate(rows) if slot != 1]
+    queried = [Segment(slot, len(ids) - 2, ids[-1:]) for slot, ids in enumerate(rows)]
+    streams = torch.cat([Harness(model).streams(Segment(0, 0, ids[:-1]))[0] for ids in rows])
+    # Rows of `streams`: 40 of the first row, 8 of the second, 25 of the third.
+    token_idx = [*range(39), *range(48, 72), 39, 47, 72]
+    apart, together = Harness(model), Harness(model)
+    mtp_write(model, apart.tables, apart.store, apart.store.mtp_view(written), streams[token_idx[:-3]])
+    expected = mtp_forward(model, apart.tables, apart.store, apart.store.mtp_view(queried), streams[token_idx[-3:]])
+    store = together.store
+    found = mtp_catch_up(model, together.tables, store, written, queried, streams, token_idx)
+    assert torch.equal(found, expected) and torch.equal(store.mtp[0].window, apart.store.mtp[0].window)
+    # Streams of others, or in another order, are other streams.
+    other = mtp_catch_up(model, together.tables, store, written, queried, streams, token_idx[:-3] + token_idx[:-4:-1])
+    assert not torch.equal(other, expected)
+
+
+def test_tokens_and_streams_that_do_not_exist_are_refused():
+    model, ids = random_model(replace(CONFIGS["odd"], num_hash_layers=0)).with_kernels("native"), random_ids(6, 2)
+    harness, size = Harness(model), model.config.vocab_size
+    streams = harness.streams(Segment(0, 0, ids))[0]
+    before = harness.store.layers[0].window.clone(), harness.store.mtp[0].window.clone()
+    for unknown in (-1, size):
+        words = f"token {unknown} at position 7 of slot 2 is not in the vocabulary of {size}"
+        with pytest.raises(InvariantError, match=words):
+            harness.streams(Segment(1, 0, [3]), Segment(2, 6, [1, unknown]))
+        with pytest.raises(InvariantError, match=words):
+            harness.mtp(streams[:3], Segment(1, 0, [3]), Segment(2, 6, [1, unknown]))
+    pair = [Segment(0, 0, ids[1:2])]
+    for wrong in ([6], [0, 1], []):
+        with pytest.raises(InvariantError, match="6 streams"):
+            mtp_catch_up(model, harness.tables, harness.store, [], pair, streams, wrong)
+    with pytest.raises(InvariantError, match="6 streams"):
+        mtp_catch_up(model, harness.tables, harness.store, [], pair, streams)
+    after = harness.store.layers[0].window, harness.store.mtp[0].window
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_other_tables_are_seen():
+    model, ids = model_of("tiny", torch.float32).with_kernels("native"), random_ids(20, 2)
+    harness, other = Harness(model), Harness(model)
+    tables = replace(harness.tables, plain=harness.tables.compress, compress=harness.tables.plain)
+    found = []
+    for used in (harness.tables, tables, harness.tables):
+        view = harness.view([Segment(0, 0, ids)])
+        found.append(target_forward(model, used, harness.store, view))
+    expected = target_forward(model, tables, other.store, other.view([Segment(0, 0, ids)]))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], expected) and not torch.equal(found[0], found[1])
+
+
+def test_entries_that_move_are_found_again():
+    model, ids = model_of("tiny", torch.float32).with_kernels("native"), random_ids(300, 2)
+    whole, parts = Harness(model), Harness(model)
+    expected, found = whole.logits(Segment(0, 0, ids))[0], parts.logits(Segment(0, 0, ids[:250]))
+    for state in (state for layer in parts.store.layers for state in layer.pooled):
+        state.entries, left = state.entries.clone(), state.entries
+        left.fill_(torch.nan)
+    found += parts.logits(Segment(0, 250, ids[250:]))
+    assert torch.equal(torch.cat(found), expected)
 
 
 def test_entries_lie_in_the_blocks_of_their_slot():
@@ -110,8 +176,6 @@ def test_entries_lie_in_the_blocks_of_their_slot():
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_other_layouts_and_caller_masks_take_the_torch_path(kernels, monkeypatch):
-    from dataclasses import replace
-
     model = model_of("tiny", torch.float32).with_kernels(kernels)
     ids = random_ids(30, 0)
     if kernels == "native":
@@ -186,8 +250,6 @@ def test_engine_option_chooses_and_results_agree():
 
 
 def test_models_that_the_kernels_cannot_serve():
-    from dataclasses import replace
-
     from support import TINY, random_model
 
     wide = random_model(replace(TINY, hc_mult=9), seed=0)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from kernel_support import DTYPES
 
+from polytempo.engine.sampling import NO_TOKEN, greedy
 from polytempo.errors import InvariantError
 from polytempo.kernels import ops
 from polytempo.kernels.build import load
@@ -151,3 +152,21 @@ def test_an_element_of_exp_does_not_depend_on_its_place(library):
     whole = ops.exp(library, x)
     for count in range(1, 70):
         assert torch.equal(ops.exp(library, x[3 : 3 + count].contiguous()), whole[3 : 3 + count])
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [1, 5, 16, 17, 37, 4096])
+def test_greedy_is_the_twin_s(library, threads, width, dtype):
+    """Rows of many equal values, on every side of a vector; and rows without an answer."""
+    generator = torch.Generator().manual_seed(width)
+    x = (2 * torch.randn(90, width, generator=generator)).round().to(dtype)
+    x[3, -1], x[4, 0], x[5, width // 2], x[6] = torch.nan, torch.nan, torch.inf, -torch.inf
+    x[7, : width // 2], x[8], x[9] = -torch.inf, 0.0, -1.0 - torch.rand(width, generator=generator)
+    x[10] = torch.tensor([-0.0, 0.0]).repeat(width)[:width]
+    found = ops.greedy(library, x)
+    assert found[3:7].tolist() == [NO_TOKEN] * 4 and (found[7:] != NO_TOKEN).all()
+    if width > 5:
+        is_highest = x == x.amax(-1, keepdim=True)
+        assert (is_highest.sum(-1) > 1).any() and len(set(found.tolist())) > 3
+    assert torch.equal(found, greedy(x))
+    assert torch.equal(found, torch.cat([ops.greedy(library, row) for row in x.split(1)]))
