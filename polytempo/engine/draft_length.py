@@ -22,16 +22,17 @@ drafts are cold and count for nothing. More than one draft, since the more token
 share experts): a line through steps with none and with one would never find that two pay."""
 MOST_EXPLORED = 32
 """Steps that explore, timed or not: while every step holds some prompt's tokens, none is timed."""
-REST = 8
+REST = 16
 """Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
-RETRY_FIRST, RETRY_MOST = 48, 768
+RETRY_FIRST, RETRY_SOON, RETRY_MOST = 48, 192, 768
 """Steps without drafts after which a few rows make some, to see what they cost now; a stale or unlucky measurement
-would otherwise be believed for ever. The wait doubles while drafts clearly lose; both are multiples of REST."""
+would otherwise be believed for ever. The wait doubles, up to the second where drafts lose little, to the third where
+they clearly lose; all are multiples of REST."""
 RETRY_DRAFTS, RETRY_STEPS = 2, 3
 """How many, and how often. The first of these steps may pay for a pause and is timed in part only."""
 CLEAR_LOSS = 0.05
-"""Part of the expected speed that one draft per row must lose for a longer wait: where it loses less, trying costs next
-to nothing, and noise decides."""
+"""Part of the expected speed that one draft per row must lose for the longest waits: where it loses less, trying costs
+little, and noise decides."""
 LEAST_GAIN = 0.03
 """Part of the speed that drafts must promise to gain before a batch without any begins: its rows then make the keys of
 their last window, and the best of many plans is in part the luckiest. A batch that drafts goes on for any gain."""
@@ -176,7 +177,7 @@ class DraftPolicy:
         elif self.num_idle < self.retry_after:
             self.num_idle += 1
         else:
-            self.retry_after = RETRY_FIRST if self.loss < CLEAR_LOSS else min(2 * self.retry_after, RETRY_MOST)
+            self.retry_after = min(2 * self.retry_after, RETRY_SOON if self.loss < CLEAR_LOSS else RETRY_MOST)
             self.num_idle, self.num_retrying = 0, RETRY_STEPS - 1
             return self._few(room)
         return lengths

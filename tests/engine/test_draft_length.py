@@ -12,6 +12,7 @@ from polytempo.engine.draft_length import (
     RETRY_DRAFTS,
     RETRY_FIRST,
     RETRY_MOST,
+    RETRY_SOON,
     RETRY_STEPS,
     DraftPolicy,
     draft_length,
@@ -223,10 +224,10 @@ def retry_waits(policy, rows, steps):
 
 def test_auto_tries_again_soon_where_drafts_lose_little():
     """A draft that always fails, for 4 and for 6 hundredths of a step's time."""
-    for per_draft, is_steady in ((0.04, True), (0.06, False)):
+    for per_draft, longest in ((0.04, RETRY_SOON), (0.06, RETRY_MOST)):
         policy = policy_with(base=1.0, per_token=0.0, draft_base=0.0, per_draft=per_draft)
-        waits = retry_waits(policy, [make_row(acceptance=0.0), make_row(max_tokens=4)], 500)
-        assert waits[0] == RETRY_FIRST and (set(waits) == {RETRY_FIRST}) == is_steady
+        waits = retry_waits(policy, [make_row(acceptance=0.0), make_row(max_tokens=4)], 4 * RETRY_MOST)
+        assert waits[0] == RETRY_FIRST and waits[-2:] == [longest] * 2 and max(waits) == longest
 
 
 def test_a_loss_is_that_of_a_draft_for_every_row():
