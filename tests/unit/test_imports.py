@@ -13,7 +13,8 @@ ROOT = Path(polytempo.__file__).parent
 # A module may import from its own part and from parts before it, never from one beside it.
 ORDER = (("errors", "lazy"), ("outputs", "config_fields"), ("types", "config", "engine_config"),
          ("tokenizer", "cache", "kernels", "thread_placement"), ("model",), ("checkpoint", "engine"),
-         ("llm", "serving_thread"), ("demo", "invariance", "bench", "async_llm"), ("server",), ("cli",))  # fmt: skip
+         ("llm", "serving_thread", "invariance_probes"), ("demo", "invariance", "bench", "async_llm"), ("server",),
+         ("cli",))  # fmt: skip
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 NO_TORCH = ("errors.py", "outputs.py", "types.py", "config_fields.py", "config.py", "engine_config.py", "tokenizer.py",
             "cache/layout.py", "cache/pool.py", "engine/row.py", "engine/scheduler.py", "engine/grammar.py",
