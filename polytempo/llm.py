@@ -23,14 +23,12 @@ from polytempo.engine.text import OutputText
 from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.prompts import Prompt, listed_prompts, need_tokenizer, parse_prompt, spread_params
 from polytempo.tokenizer import Tokenizer
 from polytempo.types import RequestOutput, SamplingParams
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEFAULT_MAX_MODEL_LEN = 4096
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
 
 
 class LLM:
@@ -141,10 +139,9 @@ class LLM:
         Raises:
             RequestError: a prompt or an option cannot be served; nothing has run yet.
         """
-        listed = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        parsed = [self._parse(prompt, place) for place, prompt in enumerate(listed)]
-        return self._run([self._request(*item, one) for item, one in zip(parsed, _spread(params, parsed), strict=True)],
-                         progress, on_step)  # fmt: skip
+        parsed = [parse_prompt(prompt, place, self.tokenizer) for place, prompt in enumerate(listed_prompts(prompts))]
+        pairs = zip(parsed, spread_params(params, len(parsed)), strict=True)
+        return self._run([self._request(*item, one) for item, one in pairs], progress, on_step)
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Refuse what `generate` would refuse, without running anything.
@@ -177,7 +174,7 @@ class LLM:
         Raises:
             RequestError: as `generate`; also if there is no tokenizer or no template.
         """
-        tokenizer = self._need_tokenizer("chat")
+        tokenizer = need_tokenizer(self.tokenizer, "chat")
         many = bool(messages) and not isinstance(messages[0], Mapping)
         conversations = messages if many else [messages]
         return self.generate([tokenizer.apply_chat_template(one) for one in conversations], params, progress)
@@ -198,7 +195,7 @@ class LLM:
         Raises:
             RequestError: as `generate`.
         """
-        self._need_tokenizer("stream")
+        need_tokenizer(self.tokenizer, "stream")
         rows = self.rows_of(prompt, params)
         if len(rows) != 1:
             raise RequestError(f"stream needs n=1, not {len(rows)}")
@@ -236,7 +233,7 @@ class LLM:
         Raises:
             RequestError: the prompt or an option cannot be served.
         """
-        rows = self._request(*self._parse(prompt, 0), params or SamplingParams())
+        rows = self._request(*parse_prompt(prompt, 0, self.tokenizer), params or SamplingParams())
         request = rows[0].request
         request.priority = priority
         request.deadline = None if timeout is None else request.arrival + timeout
@@ -278,10 +275,10 @@ class LLM:
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
         words: Sequence[Sequence[int]] = ()
         if params.bad_words:
-            tokenizer = self._need_tokenizer("bad_words")
+            tokenizer = need_tokenizer(self.tokenizer, "bad_words")
             words = bad_word_token_ids(params.bad_words, lambda word: tokenizer.encode(word, add_special_tokens=False))
         if params.stop:
-            self._need_tokenizer("stop")
+            need_tokenizer(self.tokenizer, "stop")
         request = Request(
             request_id=f"request-{next(self._request_ids)}",
             prompt=prompt,
@@ -299,57 +296,6 @@ class LLM:
             row.text = OutputText(self.tokenizer, params) if self.tokenizer is not None and params.detokenize else None
             row.grammar = None if compiled is None else compiled.new_state()
         return rows
-
-    def _parse(self, prompt: Prompt, place: int) -> tuple[str | None, list[int]]:
-        """Text (None for ids) and token ids of one prompt."""
-        if isinstance(prompt, Mapping):
-            keys = set(prompt)
-            if keys == {"prompt"}:
-                prompt = prompt["prompt"]
-            elif keys == {"prompt_token_ids"}:
-                prompt = prompt["prompt_token_ids"]
-            else:
-                raise RequestError(
-                    f"prompt {place} has the keys {sorted(map(str, keys))}; it needs either 'prompt' or "
-                    "'prompt_token_ids'"
-                )
-        if isinstance(prompt, str):
-            return prompt, self._need_tokenizer(f"prompt {place} is text, which").encode(prompt)
-        ids = list(prompt) if isinstance(prompt, Sequence) else None
-        if ids is None or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise RequestError(
-                f"prompt {place} must be text or a list of token ids, not {type(prompt).__name__} {prompt!r:.60}"
-            )
-        return None, ids
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(
-                f"{what} needs a tokenizer and the model directory has no tokenizer.json; pass tokenizer=DIR, or use "
-                "token ids without text options"
-            )
-        return self.tokenizer
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    """A text, a dict, or a non-empty list of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
-    return bool(prompts) and all(isinstance(item, int) for item in prompts)
-
-
-def _spread(params: Any, prompts: Sequence[Any]) -> list[SamplingParams]:
-    """One SamplingParams per prompt."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * len(prompts)
-    params = list(params)
-    if len(params) != len(prompts):
-        raise RequestError(f"{len(params)} params for {len(prompts)} prompts; give one for all or one per prompt")
-    return params
 
 
 def _consistent(options: dict[str, Any]) -> dict[str, Any]:

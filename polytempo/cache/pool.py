@@ -97,11 +97,6 @@ class EntryPool:
         """Bytes that the blocks take now, free ones included."""
         return sum(pool.size * pool.block_bytes for pool in self.ratios.values())
 
-    @property
-    def num_live_bytes(self) -> int:
-        """Bytes of blocks that slots hold."""
-        return sum((pool.size - 1 - len(pool.free)) * pool.block_bytes for pool in self.ratios.values())
-
     def holds(self, slot: int, num_tokens: int) -> bool:
         """Whether a slot has the blocks for num_tokens tokens already."""
         return all(num_entries(num_tokens, ratio) <= pool.counts[slot] * BLOCK for ratio, pool in self.ratios.items())

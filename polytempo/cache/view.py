@@ -57,11 +57,6 @@ class TileGroup:
         """Q, queries per tile."""
         return self.token_idx.shape[1]
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether one set of positions serves all tiles."""
-        return self.positions.shape[0] == 1
-
 
 @dataclass(frozen=True)
 class CompletedEntries:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polytempo.checkpoint.export import export_model
 from polytempo.checkpoint.headers import INDEX_NAME, SINGLE_NAME
+from polytempo.checkpoint.load import load_model
 from polytempo.config import ModelConfig
+from polytempo.errors import CheckpointError
 from polytempo.model.deepseek_v4 import DeepseekV4
+
+WQ_A = "layers.1.attn.wq_a"
 
 # 160 wide: two fp8 blocks, the second of them ragged, and five fp4 runs.
 RAW_CONFIG = {
@@ -116,6 +122,29 @@ def edit_index(folder: Path, **changes) -> None:
         if file is not None:
             index["weight_map"][name.replace("__", ".")] = file
     path.write_text(json.dumps(index))
+
+
+def shard_of(folder: Path, name: str) -> str:
+    """The file that the index gives a tensor."""
+    return json.loads((folder / INDEX_NAME).read_text())["weight_map"][name]
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    """Rewrite a checkpoint of one file with its tensors, by name, as `edit` leaves them."""
+    tensors = read_tensors(folder)
+    edit(tensors)
+    write_tensors(folder, tensors)
+
+
+def refused(folder: Path, *parts: str, **options) -> str:
+    """The message that the folder is refused with; it must name every part."""
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, **options)
+    # The directory's own name, made from the test's, must not pass for the word that is looked for.
+    message = str(caught.value).replace(str(folder), "")
+    for part in parts:
+        assert part in message, f"{part!r} is not named in: {message}"
+    return message
 
 
 def bits(value: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from checkpoint_helpers import export_tiny
 
 from polytempo.checkpoint import load
 
@@ -15,3 +16,17 @@ def no_model(monkeypatch):
         raise AssertionError("a model was built before the checkpoint was checked")
 
     monkeypatch.setattr(load, "DeepseekV4", refuse)
+
+
+@pytest.fixture
+def single(tmp_path):
+    """A quantised official checkpoint in one file."""
+    return export_tiny(tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """The same in several shards."""
+    folder = export_tiny(tmp_path / "sharded", max_shard_bytes=60_000)
+    assert len(list(folder.glob("*.safetensors"))) >= 4
+    return folder

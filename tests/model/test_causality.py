@@ -6,7 +6,17 @@ import functools
 
 import pytest
 import torch
-from support import ENGINE, TINY, Harness, entries_by_slot, random_ids, random_model, relative_difference, with_ratios
+from support import (
+    ENGINE,
+    TINY,
+    Harness,
+    entries_by_slot,
+    random_ids,
+    random_model,
+    relative_difference,
+    slot_tensors,
+    with_ratios,
+)
 from torch import Tensor
 
 from polytempo.cache.layout import Segment
@@ -111,3 +121,56 @@ def test_a_choosing_query_reads_no_more_than_it_keeps(index_topk):
         entries[0, entry] = kept
     finished_by_query = 1
     assert index_topk - finished_by_query <= len(readers) <= index_topk, readers
+
+
+@pytest.mark.parametrize("top_k", (512, 8))
+def test_far_token_is_recoverable_only_through_its_ratio_4_entries(top_k):
+    """Good below 200 tokens, loops beyond. One layer, so nothing but entries 10 and 11 knows token 41."""
+    model, planted = random_model(with_ratios(4, num_hash_layers=0, index_topk=top_k), seed=5), 41
+    ids = random_ids(201, seed=1)
+    other = [*ids]
+    entries = {}
+    kept = spy_kept_entries(model, ids)
+    if top_k == 8:  # Plant the token in an entry that the query at 200 chooses.
+        planted = 4 * next(entry for entry in kept if 4 <= entry <= 40) + 1
+    touched = [planted // 4, planted // 4 + 1]
+    other[planted] = (ids[planted] + 31) % TINY.vocab_size
+    assert 200 - planted > 2 * TINY.sliding_window
+    harnesses = {}
+    for name, stream in (("this", ids), ("other", other)):
+        harnesses[name] = harness = Harness(model)
+        harness.prefill(stream[:200], [64])
+        entries[name] = [t.clone() for t in slot_tensors(harness.store)]
+    base = harnesses["this"].prefill(ids[200:], [1], start=200)
+    moved = harnesses["other"].prefill(ids[200:], [1], start=200)
+    assert relative_difference(moved, base) > 1e-3
+    for part in ("compressed", "index"):
+        mine, theirs = (
+            entries_by_slot(store, getattr(store.layers[0], part), 4, writable=True)
+            for store in (harnesses["other"].store, harnesses["this"].store)
+        )
+        differ = (mine[0] != theirs[0]).any(-1).nonzero().flatten().tolist()
+        assert differ == touched
+        mine[0, touched] = theirs[0, touched]
+    assert torch.equal(harnesses["other"].prefill(ids[200:], [1], start=200), base)
+
+
+def spy_kept_entries(model, ids: list[int]) -> list[int]:
+    """Entries that the last token's query reads in layer 0."""
+    from polytempo.model import cached_attention
+
+    seen, original = [], cached_attention.choose_entries
+
+    def spy(scores, num_visible, top_k):
+        seen.append(original(scores, num_visible, top_k))
+        return seen[-1]
+
+    cached_attention.choose_entries = spy
+    try:
+        harness = Harness(model.with_kernels("torch"))
+        harness.prefill(ids[:-1], [64])
+        seen.clear()
+        harness.prefill(ids[-1:], [1], start=len(ids) - 1)
+    finally:
+        cached_attention.choose_entries = original
+    return seen[0].flatten().tolist() if seen else []

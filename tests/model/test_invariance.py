@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import TINY, Harness, random_ids, random_model
 
-from polytempo import invariance
+from polytempo import invariance, invariance_probes
 from polytempo.cache.layout import Segment
 from polytempo.model import attention, compressor, hyper, moe, ops
 
@@ -50,7 +50,7 @@ def test_every_linear_of_a_forward_is_probed(monkeypatch):
     streams = harness.streams(Segment(0, 0, ids[:-1]))[0]
     harness.mtp(streams, Segment(0, 0, ids[1:]))
     model.logits(streams)
-    assert seen == set(invariance.weight_shapes(TINY, torch.bfloat16))
+    assert seen == set(invariance_probes.weight_shapes(TINY, torch.bfloat16))
 
 
 @pytest.mark.twin
@@ -62,13 +62,13 @@ def test_every_product_of_a_forward_has_a_probe(monkeypatch):
         seen.add((a.shape[2], b.shape[2] % 64 and b.shape[2], a.dtype))
         return original(a, b)
 
-    for module in (attention, compressor, invariance.ops):
+    for module in (attention, compressor, ops):
         monkeypatch.setattr(module, "matmul", spy)
     monkeypatch.setattr("polytempo.model.cached_attention.matmul", spy)
     Harness(random_model(TINY, seed=3)).prefill(random_ids(140, seed=0), [139, 1])
     used = set(seen)
     seen.clear()
-    for probe in invariance.product_probes(TINY, torch.float32):
+    for probe in invariance_probes.product_probes(TINY, torch.float32):
         probe.ours(0, 2)
     assert used == seen and len(used) == 4
 

@@ -11,13 +11,14 @@ import polytempo
 
 ROOT = Path(polytempo.__file__).parent
 # A module may import from its own part and from parts before it, never from one beside it.
-ORDER = (("errors", "lazy"), ("outputs",), ("types", "config", "engine_config"),
-         ("tokenizer", "cache", "kernels", "thread_placement"), ("model",), ("checkpoint", "engine"),
-         ("llm", "serving_thread"), ("demo", "invariance", "bench", "async_llm"), ("server",), ("cli",))  # fmt: skip
+ORDER = (("errors", "lazy"), ("outputs", "config_fields"), ("types", "config", "engine_config"),
+         ("tokenizer", "cache", "kernels", "thread_placement"), ("model", "prompts"), ("checkpoint", "engine"),
+         ("llm", "serving_thread", "invariance_probes"), ("demo", "invariance", "bench", "async_llm"), ("server",),
+         ("cli",))  # fmt: skip
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
-NO_TORCH = ("errors.py", "outputs.py", "types.py", "config.py", "engine_config.py", "tokenizer.py", "cache/layout.py",
-            "cache/pool.py", "engine/row.py", "engine/scheduler.py", "engine/grammar.py", "engine/stats.py",
-            "serving_thread.py")  # fmt: skip
+NO_TORCH = ("errors.py", "outputs.py", "types.py", "config_fields.py", "config.py", "engine_config.py", "tokenizer.py",
+            "cache/layout.py", "cache/pool.py", "engine/row.py", "engine/scheduler.py", "engine/grammar.py",
+            "engine/stats.py", "serving_thread.py")  # fmt: skip
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
