@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -124,16 +125,17 @@ class BatchView:
             The view.
         """
         packed = Packed.build(segments, layout)
-        longest, device = packed.longest, torch.device(device)
+        device = torch.device(device)
+        token_ids, slots, positions = _to(device, packed.tokens)
         return cls(
             packed=packed,
             layout=layout,
             device=device,
-            token_ids=_to(device, packed.token_ids),
-            slots=_to(device, packed.slots),
-            positions=_to(device, packed.positions),
+            token_ids=token_ids,
+            slots=slots,
+            positions=positions,
             block_tables={ratio: _to(device, table) for ratio, table in (block_tables or {}).items()},
-            max_visible={ratio: longest // ratio for ratio in ratios if ratio},
+            max_visible={ratio: packed.longest // ratio for ratio in ratios if ratio},
         )
 
     @property
@@ -162,9 +164,9 @@ class BatchView:
         return _to(self.device, self.packed.ends)
 
     @cached_property
-    def first_token_idx(self) -> np.ndarray:
-        """[R] int64, place of each segment's first token; of the host, since the step counts with it."""
-        return self.packed.counts.cumsum() - self.packed.counts
+    def first_token_idx(self) -> list[int]:
+        """R, place of each segment's first token; of the host, since the step counts with it."""
+        return list(accumulate([len(segment.token_ids) for segment in self.packed.segments[:-1]], initial=0))
 
     @cached_property
     def window_cells(self) -> Tensor:
@@ -193,44 +195,57 @@ def _to(device: torch.device, array: np.ndarray) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """The integers of a forward.
+    """The integers of a forward. Single-token steps are short: what the kernels do not read is made when asked for.
 
     Attributes:
-        counts: [R], tokens of each segment.
-        ends: [R], position after each segment's last token.
+        segments: R.
+        layout: of the raw keys.
+        tokens: [3, T] int64: id, slot and position of each token.
         longest: where the longest row ends.
-        leads: [R], columns before position 0 of each segment's row.
-        segment_of: [T], place of each token's segment.
-        slots: [T].
-        positions: [T].
-        token_ids: [T].
     """
 
-    counts: np.ndarray
-    ends: np.ndarray
+    segments: Sequence[Segment]
+    layout: WindowLayout
+    tokens: np.ndarray
     longest: int
-    leads: np.ndarray
-    segment_of: np.ndarray
-    slots: np.ndarray
-    positions: np.ndarray
-    token_ids: np.ndarray
 
     @classmethod
     def build(cls, segments: Sequence[Segment], layout: WindowLayout) -> Packed:
-        counts, starts, slots = np.array(
-            [(len(segment.token_ids), segment.start, segment.slot) for segment in segments], dtype=np.int64
-        ).T
-        token_ids = np.array([token for segment in segments for token in segment.token_ids], dtype=np.int64)
-        ends = starts + counts
-        longest = int(ends.max())
-        segment_of, positions = np.arange(len(segments)), starts
-        if len(token_ids) > len(segments):
-            last = counts.cumsum()
-            segment_of = segment_of.repeat(counts)
-            positions = starts[segment_of] + np.arange(last[-1]) - (last - counts)[segment_of]
-            slots = slots[segment_of]
-        leads = layout.leads(ends, longest, len(segments))
-        return cls(counts, ends, longest, leads, segment_of, slots, positions, token_ids)
+        ids = [token_id for segment in segments for token_id in segment.token_ids]
+        slots = [segment.slot for segment in segments for _ in segment.token_ids]
+        positions = [position for segment in segments for position in range(segment.start, segment.end)]
+        longest = max(segment.end for segment in segments)
+        return cls(segments, layout, np.array((ids, slots, positions), dtype=np.int64), longest)
+
+    @property
+    def slots(self) -> np.ndarray:
+        """[T]."""
+        return self.tokens[1]
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[T]."""
+        return self.tokens[2]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """[R], tokens of each segment."""
+        return np.array([len(segment.token_ids) for segment in self.segments])
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """[R], position after each segment's last token."""
+        return np.array([segment.end for segment in self.segments])
+
+    @cached_property
+    def leads(self) -> np.ndarray:
+        """[R], columns before position 0 of each segment's row."""
+        return self.layout.leads(self.ends, self.longest, len(self.segments))
+
+    @cached_property
+    def segment_of(self) -> np.ndarray:
+        """[T], place of each token's segment."""
+        return np.arange(len(self.segments)).repeat(self.counts)
 
 
 def _tile_groups(packed: Packed, layout: WindowLayout, to_device) -> tuple[TileGroup, ...]:

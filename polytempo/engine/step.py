@@ -60,7 +60,7 @@ def run_step(
     packed = time.perf_counter()
     streams = target_forward(target.model, target.tables, target.store, view)
     forwarded = time.perf_counter()
-    firsts = view.first_token_idx.tolist()
+    firsts = view.first_token_idx
     _record_prompt_logprobs(target, planned, firsts, streams)
     verifying = [place for place, item in enumerate(planned) if item.reaches_end]
     for item in planned:
