@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -33,6 +34,7 @@ from torch._dynamo.utils import counters
 
 from polytempo.checkpoint.load import load_model
 from polytempo.llm import DEMO_MODEL
+from polytempo.model import ops
 
 WAYS = ("eager", "chains", "padded", "native")
 COMPILED = {"chains": 1, "padded": 16}  # rows are padded to a multiple of this
@@ -167,6 +169,8 @@ def measure(options: argparse.Namespace, dtype: str, ways: list[str], cache: str
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{dtype}-{way}"
         swept[way] = sweep(step)
     exact = {way: differing(step) for way, step in functions.items()}
+    with mock.patch.object(ops, "min_rows", lambda *_: 1):
+        exact["control"] = differing(steps.eager)
     timed = [times(functions, int(rows)) for rows in options.rows.split(",")]
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{dtype}-chains"
     compiled = Chains().call
@@ -220,6 +224,8 @@ def report(result: dict, ways: list[str]) -> None:
             line += f"compiled from 128 rows down: {order['graphs']} graphs, "
             line += f"{order['differing']} of {order['compared']} rows get other bits"
         print(line)
+    control = result["exact"]["control"]
+    print(f"control, eager without padded products: {control['differing']} of {control['compared']} rows differ")
 
 
 def main() -> None:
