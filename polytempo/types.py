@@ -316,8 +316,8 @@ class SamplingParams:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the raw logits' highest is the answer, as far as these options say: stops may still be banned."""
-        return self.is_greedy and not (self.allowed_token_ids or self.logit_bias or self.has_penalties)
+        """Whether the raw logits' highest is the answer, as far as what cannot change says: a bias is a dict."""
+        return self.is_greedy and not (self.allowed_token_ids or self.has_penalties)
 
     @cached_property
     def allowed_array(self) -> np.ndarray:

@@ -35,7 +35,7 @@ def logprob_entries(rows: Sequence[Row], logits: Tensor, token_ids: Tensor) -> l
 
     Args:
         rows: N, the row of each position.
-        logits: [N, V] float32, unprocessed.
+        logits: [N, V], any float dtype, unprocessed.
         token_ids: [N] int64; what stands for a token that does not exist counts as token 0.
 
     Returns:

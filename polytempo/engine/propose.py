@@ -27,7 +27,7 @@ class CaughtUp:
     """What a step left behind of one row, for the proposer.
 
     Attributes:
-        row: not finished; its tokens are committed and its kv_len is set.
+        row: not finished; its tokens are committed and its kv_len is set, to more than `start`.
         start: position of the first token that the row fed in this step.
         token_idx: place of that token among the step's packed tokens.
     """

@@ -72,7 +72,8 @@ class SamplingPosition:
     @property
     def is_plain(self) -> bool:
         """Whether the raw logits' highest is the answer: greedy, and nothing edits the logits."""
-        return self.params.is_plain and not self.bad_words and not self.bans_stops and self.grammar_mask is None
+        edits = self.params.logit_bias or self.bad_words or self.bans_stops
+        return self.params.is_plain and not edits and self.grammar_mask is None
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def greedy(logits: Tensor) -> Tensor:
     return first_argmax(logits).masked_fill_(~is_finite, NO_TOKEN)
 
 
-def sample(logits: Tensor, positions: Sequence[SamplingPosition], greedy: Greedy = greedy) -> SampledTokens:
+def sample(
+    logits: Tensor, positions: Sequence[SamplingPosition], find_greedy: Greedy = greedy
+) -> SampledTokens:
     """Draw one token at every position.
 
     Greedy positions take the highest processed logit; others take the argmax of processed logits / temperature
@@ -127,7 +130,7 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], greedy: Greedy
     Args:
         logits: [N, V], any float dtype; not modified.
         positions: N positions in the order of the logits' rows.
-        greedy: for the positions that nothing but the logits decides.
+        find_greedy: for the positions that nothing but the logits decides.
 
     Returns:
         SampledTokens for the N positions.
@@ -146,8 +149,8 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], greedy: Greedy
     for index, position in enumerate(positions):
         (plain if position.is_plain else other).append(index)
     if not other:
-        return _sample_plain(logits, greedy)
-    first = _sample_plain(logits[plain], greedy)
+        return _sample_plain(logits, find_greedy)
+    first = _sample_plain(logits[plain], find_greedy)
     second = _sample_processed(logits[other], [positions[i] for i in other])
     place = torch.tensor(plain + other, device=logits.device).argsort()
     return SampledTokens(
@@ -157,9 +160,9 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], greedy: Greedy
     )
 
 
-def _sample_plain(logits: Tensor, greedy: Greedy) -> SampledTokens:
+def _sample_plain(logits: Tensor, find_greedy: Greedy) -> SampledTokens:
     """Greedy without options."""
-    token_ids = greedy(logits)
+    token_ids = find_greedy(logits)
     is_finite = token_ids != NO_TOKEN
     return SampledTokens(token_ids, is_finite, torch.ones_like(is_finite))
 

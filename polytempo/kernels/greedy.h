@@ -27,7 +27,7 @@ inline int64_t greedy(const T* x, long N) {
     for (long lane = 0; lane < LANES; lane++) {
         if (is_nan[lane] || top[lane] == INFINITY) return -1;
         const int64_t own = int64_t(chunk_of[lane]) * LANES + lane;
-        if (top[lane] > best || (index >= 0 && top[lane] == best && own < index)) best = top[lane], index = own;
+        if (top[lane] > best || (top[lane] == best && own < index)) best = top[lane], index = own;
     }
     return index;
 }

@@ -1,4 +1,4 @@
-"""The cached forwards through the C++ kernels: one call per block.
+"""The cached forwards through the C++ kernels: one call each.
 
 Holds pointers into the weights of a model, which must stay where they are; changing their values in place is fine.
 Twins: model.forward and the modules that it runs.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from operator import is_
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,8 @@ def _misfit(model: nn.Module) -> str | None:
     """Why the kernels cannot serve a model."""
     if model.device.type != "cpu":
         return f"the model is on {model.device}; the kernels run on the CPU"
+    if model.embed.weight.dtype != model.dtype:
+        return f"the model was made in {model.dtype}, and its weights are {model.embed.weight.dtype} now"
     if model.dtype not in DTYPES:
         return f"the model is {model.dtype}"
     if model.config.hc_mult > MAX_STREAMS:
@@ -147,9 +150,11 @@ class NativeModel:
         streams = streams.contiguous()
         ops.check_operand("streams", streams, self.dtype)
         source = None if token_idx is None else torch.tensor(token_idx)
-        last = len(streams) - 1 if source is None else max(token_idx, default=-1)
-        if (len(streams) if source is None else len(source)) != view.num_tokens or last >= len(streams):
-            raise InvariantError(f"{len(streams)} streams, up to number {last}, for {view.num_tokens} pairs")
+        used = range(len(streams)) if token_idx is None else token_idx
+        if len(used) != view.num_tokens or min(used, default=0) < 0 or max(used, default=0) >= len(streams):
+            raise InvariantError(f"{len(streams)} streams, of which {list(used)}, for {view.num_tokens} pairs")
+        if not 0 <= num_queries <= view.num_tokens:
+            raise InvariantError(f"{num_queries} queries of {view.num_tokens} pairs")
         out = streams.new_empty(num_queries, *self.streams_shape)
         bound = self._bind(self.mtp, store.mtp, tables, view)
         unknown = self.library.pt_mtp(
@@ -196,10 +201,10 @@ class NativeModel:
         """Where the layers' state lies: found anew only when a pool has moved, but for the view's block tables."""
         entries = [pool.entries for state in states for pool in state.pooled]
         bound = self._bound.get(states[0])
-        if bound is None or bound.tables is not tables or list(map(id, bound.entries)) != list(map(id, entries)):
+        if bound is None or bound.tables is not tables or not all(map(is_, (x() for x in bound.entries), entries)):
             found = [tables.for_ratio(layer.ratio) for layer in layers]
             bound = _Bound(
-                tables, entries, (State * len(layers))(*map(_addresses, states)),
+                tables, list(map(ref, entries)), (State * len(layers))(*map(_addresses, states)),
                 (Angles * len(layers))(*(Angles(*_pointers(table.cos, table.sin)) for table in found)),
             )  # fmt: skip
             self._bound[states[0]] = bound
@@ -214,10 +219,13 @@ class NativeModel:
 
 @dataclass(frozen=True)
 class _Bound:
-    """Addresses of the layers' state and rotary tables, and what must stay where it is for them to hold."""
+    """Addresses of the layers' state and rotary tables, and what must stay where it is for them to hold.
+
+    Pools are not kept alive: an idle engine gives their memory back.
+    """
 
     tables: RopeTables
-    entries: list[Tensor]
+    entries: list[ref[Tensor]]
     states: ctypes.Array
     angles: ctypes.Array
 

@@ -7,6 +7,7 @@ import re
 import pytest
 from byte_support import byte_tokenizer, tiny_llm, tiny_model
 
+from polytempo.engine import step
 from polytempo.engine.propose import ScriptedProposer
 from polytempo.errors import RequestError
 from polytempo.types import FinishReason, SamplingParams
@@ -199,3 +200,24 @@ def test_row_set_back_between_draft_and_verify(plain):
     assert num_set_back == 2 and row.num_set_back == 2
     assert row.output_token_ids == list(expected.token_ids) and row.text.text == expected.text
     assert expected.finish_reason is FinishReason.STOP and row.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_rows_go_on_beside_one_that_starts_over(kernels, monkeypatch):
+    """Its options run out behind accepted drafts. What is noted of its neighbour's streams once was unreadable then."""
+    monkeypatch.setattr("polytempo.engine.propose.MOST_NOTED", 6)
+    (allowed,) = byte_tokenizer().encode("a", add_special_tokens=False)
+    ends = SamplingParams(temperature=0.0, max_tokens=40, regex="a{11}b", allowed_token_ids=[allowed])
+    plain = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, draft_len=0)
+    drafting = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompts, params = ["abc", "neighbour", "another"], [ends, plain, drafting]
+    expected = [tiny_llm(speculate="none", kernels=kernels).generate([prompt], [one], progress=False)[0].outputs[0]
+                for prompt, one in zip(prompts, params, strict=True)]  # fmt: skip
+    llm, over = tiny_llm(draft_len=3, kernels=kernels), []
+    start_over = step._start_over
+    monkeypatch.setattr(step, "_start_over", lambda target, row: (over.append(row), start_over(target, row)))
+    for _ in range(2):
+        found = [output.outputs[0] for output in llm.generate(prompts, params, progress=False)]
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert found[0].finish_reason is FinishReason.ERROR and len(found[0].token_ids) == 11
+    assert len(over) == 2

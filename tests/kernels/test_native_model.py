@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import gc
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 import torch
 from kernel_support import CONFIGS, DTYPES, logits_of, model_of, segments_of
-from support import ENGINE, Harness, ids_with_clear_choices, random_ids, random_model, relative_difference
+from support import ENGINE, TINY, Harness, ids_with_clear_choices, random_ids, random_model, relative_difference
 
 from polytempo import LLM, SamplingParams
 from polytempo.cache.layout import Segment
@@ -130,7 +131,7 @@ def test_tokens_and_streams_that_do_not_exist_are_refused():
         with pytest.raises(InvariantError, match=words):
             harness.mtp(streams[:3], Segment(1, 0, [3]), Segment(2, 6, [1, unknown]))
     pair = [Segment(0, 0, ids[1:2])]
-    for wrong in ([6], [0, 1], []):
+    for wrong in ([6], [-1], [0, 1], []):
         with pytest.raises(InvariantError, match="6 streams"):
             mtp_catch_up(model, harness.tables, harness.store, [], pair, streams, wrong)
     with pytest.raises(InvariantError, match="6 streams"):
@@ -160,6 +161,22 @@ def test_entries_that_move_are_found_again():
         left.fill_(torch.nan)
     found += parts.logits(Segment(0, 250, ids[250:]))
     assert torch.equal(torch.cat(found), expected)
+
+
+def test_nothing_that_is_gone_is_held():
+    model = model_of("tiny", torch.float32).with_kernels("native")
+    harness = Harness(model)
+    harness.logits(Segment(0, 0, random_ids(20, 2)))
+    states = [ref(state) for state in (*harness.store.layers, *harness.store.mtp)]
+    entries = ref(harness.store.layers[1].compressed.entries)
+    for slot in range(harness.engine.max_rows):
+        harness.store.pool.release(slot)
+    harness.store.shrink()
+    gc.collect()
+    assert entries() is None, "an idle engine gives its pools back"
+    del harness
+    gc.collect()
+    assert not any(state() for state in states)
 
 
 def test_entries_lie_in_the_blocks_of_their_slot():
@@ -250,8 +267,6 @@ def test_engine_option_chooses_and_results_agree():
 
 
 def test_models_that_the_kernels_cannot_serve():
-    from support import TINY, random_model
-
     wide = random_model(replace(TINY, hc_mult=9), seed=0)
     assert wide.native is None
     with pytest.raises(ConfigError, match="9 streams"):
@@ -261,4 +276,8 @@ def test_models_that_the_kernels_cannot_serve():
     assert strided.native is None
     with pytest.raises(ConfigError, match="'head.weight' is not contiguous"):
         LLM.from_model(strided, kernels="native")
+    moved = model_of("tiny", torch.float32).to(torch.bfloat16)  # its dtype says float32 still
+    assert moved.native is None
+    with pytest.raises(ConfigError, match="made in torch.float32, and its weights are torch.bfloat16"):
+        LLM.from_model(moved, kernels="native")
     assert ENGINE.kernels == "auto"

@@ -119,6 +119,9 @@ def test_operands_that_would_be_read_wrongly_are_refused(library):
     for wrong in ((x[:, :7].contiguous(), weight), (x[0], weight)):
         with pytest.raises(InvariantError, match="kernel linear got"):
             ops.linear(library, *wrong)
+    for wrong in (strided[0], x.double(), x.half()):
+        with pytest.raises(InvariantError, match="kernel operand"):
+            ops.greedy(library, wrong)
     with pytest.raises(InvariantError, match="kernel rms_norm"):
         ops.rms_norm(library, x, torch.ones(7), 1e-6)
 
