@@ -5,7 +5,8 @@ import itertools
 import pytest
 from draft_support import make_row, policy_with
 
-from polytempo.engine.draft_length import (
+from polytempo.engine.draft_length import DraftPolicy, draft_length
+from polytempo.engine.draft_phases import (
     EXPLORED,
     MOST_EXPLORED,
     REST,
@@ -14,9 +15,9 @@ from polytempo.engine.draft_length import (
     RETRY_MOST,
     RETRY_SOON,
     RETRY_STEPS,
-    DraftPolicy,
-    draft_length,
+    Pause,
 )
+from polytempo.engine.draft_plan import Plan, best_plan
 from polytempo.engine.stats import DraftStats
 from polytempo.engine_config import AUTO_MAX_DRAFTS, EngineConfig
 from polytempo.errors import ConfigError
@@ -82,10 +83,10 @@ def test_auto_tries_again_after_many_steps_without_drafts():
     assert set(waits[5:]) == {RETRY_MOST} and len(waits) > 7
     for num_rows, few in ((9, 8), (128, 16)):
         many = [make_row(acceptance=0.9) for _ in range(num_rows)]
-        policy.num_idle, policy.num_retrying = policy.retry_after, 0
+        policy.pause = Pause(num_idle=RETRY_MOST, retry_after=RETRY_MOST)
         assert sum(policy.lengths(many)) == few * RETRY_DRAFTS
         assert sum(DraftPolicy(EngineConfig()).lengths(many)) == num_rows * EXPLORED[0]
-    policy.num_idle, policy.num_retrying = 0, 0
+    policy.pause = Pause(retry_after=RETRY_MOST)
     for _ in range(40):
         for size in range(1, 9):
             policy.verify_cost.record(size, 0.1 + 0.0005 * size)
@@ -94,7 +95,7 @@ def test_auto_tries_again_after_many_steps_without_drafts():
     cycle = [AUTO_MAX_DRAFTS] * RETRY_FIRST + [0, 0]
     start = chosen.index(0)
     assert start <= RETRY_FIRST and chosen[start + 2 :][: 2 * len(cycle)] == cycle * 2, "two without, now and then"
-    assert policy.retry_after == RETRY_FIRST
+    assert policy.pause.retry_after == RETRY_FIRST
 
 
 def retry_waits(policy, rows, steps):
@@ -120,7 +121,8 @@ def test_steps_that_are_never_timed_end_the_exploring():
     chosen = [policy.lengths([row])[0] for _ in range(MOST_EXPLORED + RETRY_FIRST + RETRY_STEPS + REST)]
     retried = [RETRY_DRAFTS] * RETRY_STEPS
     assert chosen == [EXPLORED[0]] * MOST_EXPLORED + [0] * RETRY_FIRST + retried + [0] * REST
-    assert policy.num_explored == MOST_EXPLORED and policy.loss == 0
+    assert policy.exploring.num_steps == MOST_EXPLORED
+    assert best_plan([0.7], [4], [], policy.verify_cost, policy.draft_cost, is_drafting=False) == Plan([0], loss=0.0)
     once = DraftPolicy(EngineConfig())
     once.verify_cost.record(3, 1.0)
     chosen = [once.lengths([row])[0] for _ in range(MOST_EXPLORED + RETRY_FIRST)]

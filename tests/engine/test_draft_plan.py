@@ -3,7 +3,9 @@
 import pytest
 from draft_support import make_row, policy_with
 
-from polytempo.engine.draft_length import LEAST_GAIN, DraftPolicy
+from polytempo.engine.draft_length import Acceptance, DraftPolicy
+from polytempo.engine.draft_phases import Pause, Paying
+from polytempo.engine.draft_plan import LEAST_GAIN, best_plan
 from polytempo.engine.step_cost import MEDIAN_OVER, LinearCost
 from polytempo.engine_config import AUTO_MAX_DRAFTS, EngineConfig
 
@@ -11,7 +13,7 @@ from polytempo.engine_config import AUTO_MAX_DRAFTS, EngineConfig
 def test_a_size_that_was_seen_often_and_lately_is_believed_over_the_line():
     """Costs are concave: two drafts pay where the line through one and five says that they do not."""
     policy = policy_with(base=1.0, per_token=1.0, draft_base=0.01, per_draft=0.0)
-    policy.examined, policy.accepted = 10.0, 8.0
+    policy.acceptance = Acceptance(10.0, 8.0)
     cost = policy.verify_cost = LinearCost()
     cost.record(1, 99.0)  # cold
     for _ in range(MEDIAN_OVER):
@@ -62,7 +64,7 @@ def test_a_proposer_that_costs_more_than_all_drafts_gain_is_not_asked():
     """A sure draft gives one token more: not for more than the time of a step, but for less."""
     for draft_base, expected in ((1.02, 0), (0.95, AUTO_MAX_DRAFTS)):
         policy = policy_with(base=1.0, per_token=0.001, draft_base=draft_base, per_draft=0.001)
-        policy.examined = policy.accepted = 1000.0
+        policy.acceptance = Acceptance(1000.0, 1000.0)
         assert policy.lengths([make_row(acceptance=1.0)]) == [expected]
 
 
@@ -96,7 +98,7 @@ def test_auto_is_the_best_of_all_uniform_lengths():
                 propose = draft_base * max(lengths) + per_draft * drafts
                 return tokens / (base + per_token * (num_rows + drafts) + propose)
 
-            policy.num_idle = 0  # decide now
+            policy.pause = Pause()  # decide now
             chosen = rate(policy.lengths(rows))
             assert chosen >= max(rate([k] * num_rows) for k in range(AUTO_MAX_DRAFTS + 1)) * 0.999
 
@@ -104,10 +106,13 @@ def test_auto_is_the_best_of_all_uniform_lengths():
 def test_a_loss_is_that_of_a_draft_for_every_row():
     """One draft among 64 rows loses next to nothing, whatever it costs: that would keep every wait short."""
     policy = policy_with(base=0.0, per_token=1.0, draft_base=0.0, per_draft=0.1)
-    policy.examined, policy.accepted = 10.0, 8.0
+    policy.acceptance = Acceptance(10.0, 8.0)
     rows = [make_row(acceptance=0.8) for _ in range(63)] + [make_row(acceptance=0.8, max_tokens=4)]
     assert policy.lengths(rows) == [0] * 64
-    assert policy.loss == pytest.approx(1 - (64 + 63 * 0.8) * 64 / (64 * (64 + 63 * 1.1)))
+    room = [1] * 63 + [0]
+    plan = best_plan([0.8] * 64, room, [], policy.verify_cost, policy.draft_cost, is_drafting=False)
+    assert plan.lengths == [0] * 64
+    assert plan.loss == pytest.approx(1 - (64 + 63 * 0.8) * 64 / (64 * (64 + 63 * 1.1)))
 
 
 def test_a_batch_begins_to_draft_for_a_clear_gain_and_goes_on_for_any():
@@ -115,12 +120,12 @@ def test_a_batch_begins_to_draft_for_a_clear_gain_and_goes_on_for_any():
     rows = [make_row(acceptance=0.8, max_tokens=5) for _ in range(4)]
     for per_draft, begins in ((0.195, False), (0.16, True)):
         policy = policy_with(base=1.0, per_token=0.0, draft_base=0.0, per_draft=per_draft)
-        policy.examined, policy.accepted = 10.0, 8.0
+        policy.acceptance = Acceptance(10.0, 8.0)
         gain = 1.8 / (1 + 4 * per_draft)
         assert 1 < gain and (gain > 1 + LEAST_GAIN) == begins
-        assert policy.lengths(rows) == [int(begins)] * 4 and policy.is_paying == begins
-        policy.num_idle, policy.is_paying = 0, True
-        assert policy.lengths(rows) == [1] * 4 and policy.is_paying
+        assert policy.lengths(rows) == [int(begins)] * 4 and policy.paying.num_steps == begins
+        policy.pause, policy.paying = Pause(), Paying(num_steps=1)
+        assert policy.lengths(rows) == [1] * 4 and policy.paying.num_steps == 2
 
 
 def test_rows_in_their_prompt_weigh_nothing():
@@ -137,13 +142,13 @@ def test_what_rows_of_their_own_length_bring_is_counted():
     """Their drafts take the forwards anyway, and the step is dearer: one more draft pays that alone would not."""
     policy = policy_with(base=1.0, per_token=0.1, draft_base=0.5, per_draft=0.05)
     row, own = make_row(acceptance=0.5), make_row(acceptance=0.5, draft_len=2)
-    policy.examined, policy.accepted = 10.0, 5.0
+    policy.acceptance = Acceptance(10.0, 5.0)
     assert policy.lengths([row]) == [0]
-    policy.num_idle = 0
+    policy.pause = Pause()
     assert policy.lengths([row, own]) == [2, 2]
     # Nine rows' 17 tokens are a step of 2 s that gives 13 tokens: 0.9 tokens more are worth 0.1 s more.
     policy = policy_with(base=0.2, per_token=0.1, draft_base=0.1, per_draft=0.0)
-    policy.examined, policy.accepted, policy.is_paying = 10.0, 5.0, True
+    policy.acceptance, policy.paying = Acceptance(10.0, 5.0), Paying(num_steps=1)
     owns = [make_row(acceptance=0.5, draft_len=1) for _ in range(8)]
     assert policy.lengths([make_row(acceptance=0.9, max_tokens=5), *owns]) == [1] * 9
     assert policy.lengths([make_row(acceptance=0.5, max_tokens=5), *owns]) == [0] + [1] * 8, "half a token is not"
@@ -180,5 +185,5 @@ def test_new_rows_are_taken_for_the_average():
         for _ in range(1000):
             policy.record(other, 0, 0)
         policy.record(other, 1, 1 - accepted)
-        policy.num_idle = 0  # decide now
+        policy.pause = Pause()  # decide now
         assert policy.lengths([make_row()]) == [expected], "one draft after a long pause outweighs a hundred"
