@@ -1,0 +1,117 @@
+"""When drafts are made whether they pay or not, and when not: exploring, pausing, looking again. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+EXPLORED = (2, 2, 2, 0, 0)
+"""Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
+drafts are cold and count for nothing. More than one draft, since the more tokens a step has the less each costs (they
+share experts): a line through steps with none and with one would never find that two pay."""
+MOST_EXPLORED = 32
+"""Steps that explore, timed or not: while every step holds some prompt's tokens, none is timed."""
+REST = 16
+"""Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
+RETRY_FIRST, RETRY_SOON, RETRY_MOST = 48, 192, 768
+"""Steps without drafts after which a few rows make some, to see what they cost now; a stale or unlucky measurement
+would otherwise be believed for ever. The wait doubles, up to the second where drafts lose little, to the third where
+they clearly lose; all are multiples of REST."""
+RETRY_DRAFTS, RETRY_STEPS = 2, 3
+"""How many, and how often. The first of these steps may pay for a pause and is timed in part only."""
+LOOK_STEPS = 2
+"""Steps without drafts in a row after RETRY_FIRST with some. The first is not timed, being of another kind."""
+CLEAR_LOSS = 0.05
+"""Part of the expected speed that one draft per row must lose for the longest waits: where it loses less, trying costs
+little, and noise decides."""
+FEW_ROWS = 8
+"""Rows that try again, or an eighth if those are more: each must first make the keys of a window. All rows explore, for
+what drafts of a few cost says little of all."""
+
+
+@dataclass(frozen=True)
+class Exploring:
+    """The steps before costs are believed.
+
+    Attributes:
+        num_steps: so many that explored.
+    """
+
+    num_steps: int = 0
+
+    def wanted(self, num_verifies: int, num_proposals: int) -> int | None:
+        """Drafts per row after so many timings of verifying and of proposing; None if costs can be believed."""
+        if (num_verifies < len(EXPLORED) or num_proposals < 2) and self.num_steps < MOST_EXPLORED:
+            return EXPLORED[num_verifies] if num_verifies < len(EXPLORED) else 1
+        return None
+
+    def explored(self) -> Exploring:
+        """After one more step that explored."""
+        return Exploring(self.num_steps + 1)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The steps in which drafts do not pay, and those that try them again.
+
+    Attributes:
+        num_idle: steps in a row that chose no draft though there was room.
+        retry_after: as many of them as are waited for before drafts are tried again.
+        num_retrying: steps that try and are still to come.
+    """
+
+    num_idle: int = 0
+    retry_after: int = RETRY_FIRST
+    num_retrying: int = 0
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the decision to make no draft still holds."""
+        return self.num_idle % REST > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is time to try again."""
+        return self.num_idle >= self.retry_after
+
+    def idled(self) -> Pause:
+        """After one more step without drafts."""
+        return replace(self, num_idle=self.num_idle + 1)
+
+    def ended(self, loss: float) -> Pause:
+        """After the first step that tries again, where one draft per row loses this part of the speed."""
+        longest = RETRY_SOON if loss < CLEAR_LOSS else RETRY_MOST
+        return Pause(retry_after=min(2 * self.retry_after, longest), num_retrying=RETRY_STEPS - 1)
+
+    def retried(self) -> Pause:
+        """After one more step that tried."""
+        return replace(self, num_retrying=self.num_retrying - 1)
+
+
+@dataclass(frozen=True)
+class Paying:
+    """The steps in which drafts pay, and those that leave them out.
+
+    Attributes:
+        num_steps: steps in a row in which they did, the last LOOK_STEPS of every RETRY_FIRST + LOOK_STEPS without any.
+    """
+
+    num_steps: int = 0
+
+    def weighed(self, pays: bool) -> Paying:
+        """After drafts were weighed once more."""
+        return Paying(self.num_steps % (RETRY_FIRST + LOOK_STEPS) + 1 if pays else 0)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether to make none: what such steps cost must be seen again too, or one slow step is believed for ever."""
+        return self.num_steps > RETRY_FIRST
+
+
+def few_drafts(room: Sequence[int]) -> list[int]:
+    """RETRY_DRAFTS for the first rows that have room, as many as it takes to tell what drafts cost."""
+    able = [place for place, most in enumerate(room) if most]
+    lengths = [0] * len(room)
+    for place in able[: max(FEW_ROWS, len(able) // 8)]:
+        lengths[place] = min(room[place], RETRY_DRAFTS)
+    return lengths

@@ -1,0 +1,144 @@
+"""Which drafts of one step pay, given what they cost and how likely they are accepted. Pure arithmetic, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from polytempo.engine.step_cost import LinearCost
+
+LEAST_GAIN = 0.03
+"""Part of the speed that drafts must promise to gain before a batch without any begins: its rows then make the keys of
+their last window, and the best of many plans is in part the luckiest. A batch that drafts goes on for any gain."""
+
+
+class Plan(NamedTuple):
+    """Drafts of one step.
+
+    Attributes:
+        lengths: one per row.
+        loss: if none pays, the part of the expected speed that one draft for every row with room would lose.
+    """
+
+    lengths: list[int]
+    loss: float = 0.0
+
+
+class PlainStep(NamedTuple):
+    """A step before drafts are added to it, and what each of them adds.
+
+    Attributes:
+        tokens: expected, of all rows.
+        num_fed: tokens fed.
+        num_forwards: of the MTP block, for the drafts of rows of fixed lengths.
+        line_seconds: by the straight lines, but for these forwards.
+        per_forward: seconds of one, besides its rows.
+        per_draft: seconds of making a draft and of verifying it.
+        excess: seconds beyond the line of verifying, by tokens fed.
+    """
+
+    tokens: float
+    num_fed: int
+    num_forwards: int
+    line_seconds: float
+    per_forward: float
+    per_draft: float
+    excess: Mapping[int, float]
+
+    @classmethod
+    def of(
+        cls, num_rows: int, fixed: Sequence[tuple[float, int]], verify_cost: LinearCost, draft_cost: LinearCost
+    ) -> PlainStep:
+        """Rows without drafts beside rows of fixed ones, by what was measured."""
+        (base, per_token), (per_forward, per_draft) = verify_cost.line, draft_cost.line
+        num_fixed, deepest = sum(count for _, count in fixed), max((count for _, count in fixed), default=0)
+        num_fed = num_rows + len(fixed) + num_fixed
+        tokens = num_rows + sum(chance**k for chance, count in fixed for k in range(count + 1))
+        line_seconds = base + per_token * num_fed + per_draft * num_fixed
+        return cls(tokens, num_fed, deepest, line_seconds, per_forward, per_token + per_draft, verify_cost.excess)
+
+    def seconds(self, num_forwards: int) -> float:
+        """By the line, if added drafts come out of so many forwards."""
+        return self.line_seconds + max(num_forwards, self.num_forwards) * self.per_forward
+
+    @property
+    def plain_seconds(self) -> float:
+        """Without added drafts."""
+        return self.seconds(0) + self.excess.get(self.num_fed, 0.0)
+
+    def loss(self, chances: Sequence[float]) -> float:
+        """Part of its speed that a first draft of each of these chances loses, by the line."""
+        seconds = self.seconds(1) + self.per_draft * len(chances)
+        return 1 - (self.tokens + sum(chances)) * self.plain_seconds / (self.tokens * seconds)
+
+
+def best_plan(
+    chances: Sequence[float],
+    room: Sequence[int],
+    fixed: Sequence[tuple[float, int]],
+    verify_cost: LinearCost,
+    draft_cost: LinearCost,
+    is_drafting: bool,
+) -> Plan:
+    """The lengths of most expected tokens per second.
+
+    Args:
+        chances: per row, how likely its first draft is accepted, and each further one if those before it were.
+        room: per row, its most drafts.
+        fixed: chance and drafts of each row whose length is not to be chosen: the step feeds and makes these anyway.
+        verify_cost: seconds by tokens fed.
+        draft_cost: seconds of one forward of the MTP block by rows in it.
+        is_drafting: whether the batch drafts already, so that any gain will do.
+
+    Returns:
+        No drafts, and no loss, where either cost was never measured.
+    """
+    lengths = [0] * len(room)
+    if not (verify_cost.recent and draft_cost.recent):
+        return Plan(lengths)
+    step = PlainStep.of(len(room), fixed, verify_cost, draft_cost)
+    least = step.tokens / step.plain_seconds * (1 if is_drafting else 1 + LEAST_GAIN)
+    drafts = best_drafts(step, chances, room, least)
+    if not drafts:
+        return Plan(lengths, step.loss([chance for chance, most in zip(chances, room, strict=True) if most]))
+    for _, place, _ in drafts:
+        lengths[place] += 1
+    return Plan(lengths)
+
+
+def best_drafts(
+    step: PlainStep, chances: Sequence[float], room: Sequence[int], least: float
+) -> list[tuple[float, int, int]]:
+    """The drafts that give most expected tokens per second.
+
+    Every draft number k of a step comes out of one forward for all rows that get so many. So for each number of
+    forwards, drafts are added in order of how likely they are accepted; a row's later drafts are never likelier than
+    those before.
+
+    Args:
+        step: that they are added to.
+        chances: as in `best_plan`.
+        room: as in `best_plan`.
+        least: tokens per second that they must beat.
+
+    Returns:
+        Of each draft: minus its chance of acceptance, its row's place, its number there from 0. Empty if none pays.
+    """
+    ranked = sorted(
+        (-(chance ** (k + 1)), place, k)
+        for place, (chance, most) in enumerate(zip(chances, room, strict=True))
+        for k in range(most)
+    )
+    num_fed, per_draft, excess = step.num_fed, step.per_draft, step.excess
+    best, chosen = least, []
+    for num_forwards in range(1, max(room) + 1):
+        able = [draft for draft in ranked if draft[2] < num_forwards]
+        tokens, count = step.tokens, 0
+        without = step.seconds(num_forwards)
+        for num_drafts, (minus_chance, _, _) in enumerate(able, 1):
+            tokens -= minus_chance
+            seconds = without + per_draft * num_drafts + excess.get(num_fed + num_drafts, 0.0)
+            if tokens > best * seconds:
+                best, count = tokens / seconds, num_drafts
+        chosen = able[:count] or chosen
+    return chosen
