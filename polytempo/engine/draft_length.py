@@ -33,7 +33,7 @@ def draft_length(row: Row, config: EngineConfig) -> int:
     Returns:
         0 … the request's own draft length, or the engine's if the request names none.
     """
-    if row.is_finished or not row.is_decoding:
+    if row.is_finished or not row.is_decoding or row.num_tokens == row.undrafted_len:
         return 0
     params = row.request.params
     wanted = config.most_drafts if params.draft_len is None else params.draft_len

@@ -74,6 +74,7 @@ class Row:
         error: what failed, if finish_reason is ERROR; why it was given up, if ABORT.
         num_cached: prompt tokens whose state came from the prefix cache when it was first seated.
         num_set_back: how often it lost its seat to memory and started over.
+        undrafted_len: tokens that it had when a verify of drafts failed: it drafts again only when it has more.
         stats: its drafts and what became of them.
         grammar: what the request's grammar allows next, None without one.
     """
@@ -92,6 +93,7 @@ class Row:
     error: str | None = None
     num_cached: int = 0
     num_set_back: int = 0
+    undrafted_len: int = 0
     stats: DraftStats = field(default_factory=DraftStats)
     grammar: GrammarState | None = None
 

@@ -151,7 +151,7 @@ def _start_over(target: Target, row: Row) -> None:
     draft that the target never emits, so a row fails only if it fails without drafts.
     """
     target.store.clear(row.slot)
-    row.kv_len, row.mtp_len, row.drafts = 0, 0, []
+    row.kv_len, row.mtp_len, row.drafts, row.undrafted_len = 0, 0, [], row.num_tokens
 
 
 def _record_prompt_logprobs(

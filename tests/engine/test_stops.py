@@ -277,6 +277,21 @@ def test_rejected_draft_that_breaks_the_forward(kernels):
     assert row.stats.num_accepted > 8
 
 
+def test_a_row_that_starts_over_fails_without_drafts():
+    """Its last chunk ends before its last token, so that it could draft there: it started over for ever."""
+    place = first_seen_from(7)
+    bad_id = free_tokens()[place]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    llm = make_llm(with_nan_embedding(bad_id), draft_len=3, max_chunk=len(PROMPT) + place)
+    script = Script().install(llm)
+    bad = row_of(llm, PROMPT, params)
+    script.add(bad, [*free_tokens(place + 1), *[7] * 20], cycle(3))
+    llm.engine.add([bad])
+    steps = drive(llm, max_steps=60)
+    assert sum(item.start == 0 for step in steps for item in step) == 2, "it starts over once"
+    assert bad.finish_reason is FinishReason.ERROR and bad.output_token_ids == free_tokens()[: place + 1]
+
+
 @pytest.mark.parametrize("speculate", [False, True], ids=["plain", "drafts"])
 def test_cohort_goes_on_when_a_row_fails(speculate):
     """In COHORT a row without a token must not hold the others at 0 for ever."""
