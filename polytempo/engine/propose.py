@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ class CaughtUp:
     """What a step left behind of one row, for the proposer.
 
     Attributes:
-        row: not finished; its tokens are committed and its kv_len is set, to more than `start`.
+        row: not finished; its tokens are committed and its kv_len is set: to 0, below `start`, if it starts over.
         start: position of the first token that the row fed in this step.
         token_idx: place of that token among the step's packed tokens.
     """
@@ -123,7 +122,7 @@ class MTPProposer:
         # Rings of all slots end to end: a row's cell is slot · window + position mod window.
         self._kept = target.store.mtp_streams.flatten(0, 1)
         self._window = target.model.config.sliding_window
-        self._noted: list[tuple[list[tuple[int, int, int, int]], Tensor]] = []
+        self._noted: list[tuple[list[int], list[int], Tensor]] = []
         self._num_noted = 0
 
     def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
@@ -200,29 +199,29 @@ class MTPProposer:
 
     def _note_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
         """Note the streams that later keys are made of: those of each row's last window of committed positions."""
-        self._noted.append(([(x.row.slot, x.start, x.row.kv_len, x.token_idx) for x in rows], streams))
+        cells, token_idx, window = [], [], self._window
+        for item in rows:
+            start, end, first = item.start, item.row.kv_len, item.row.slot * window
+            for position in range(max(start, end - window), end):
+                cells.append(first + position % window)
+                token_idx.append(item.token_idx + position - start)
+        self._noted.append((cells, token_idx, streams))
         self._num_noted += len(streams)
         if self._num_noted >= MOST_NOTED:
             self._keep_streams()
 
     def _keep_streams(self) -> None:
         """Copy the noted streams to their cells; of those with the same cell, the last."""
-        if not self._noted:
-            return
-        lengths = [len(streams) for _, streams in self._noted]
-        first_of = np.cumsum([0, *lengths[:-1]]).repeat([len(rows) for rows, _ in self._noted])
-        slots, starts, ends, token_idx = np.array([row for rows, _ in self._noted for row in rows], dtype=np.int64).T
-        kept_from = np.maximum(starts, ends - self._window)
-        counts = ends - kept_from
-        row_of = np.arange(len(counts)).repeat(counts)
-        positions = kept_from[row_of] + np.arange(counts.sum()) - (counts.cumsum() - counts)[row_of]
-        cells = slots[row_of] * self._window + positions % self._window
-        source = (first_of + token_idx - starts)[row_of] + positions
-        # Of equal cells, np.unique tells the first.
-        cells, last = np.unique(cells[::-1], return_index=True)
-        noted = torch.cat([streams for _, streams in self._noted])
-        cells, source = (torch.from_numpy(x).to(noted.device) for x in (cells, source[::-1][last]))
-        self._kept.index_copy_(0, cells, noted[source])
+        token_of: dict[int, int] = {}
+        offset = 0
+        for cells, token_idx, streams in self._noted:
+            token_of.update(zip(cells, [offset + token for token in token_idx] if offset else token_idx, strict=True))
+            offset += len(streams)
+        if token_of:
+            noted = torch.cat([streams for _, _, streams in self._noted]) if len(self._noted) > 1 else streams
+            if len(token_of) < len(noted):  # else they are all of them, in order
+                noted = noted[torch.tensor(list(token_of.values()), device=noted.device)]
+            self._kept.index_copy_(0, torch.tensor(list(token_of), device=noted.device), noted)
         self._noted, self._num_noted = [], 0
 
     def _extend(

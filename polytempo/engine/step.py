@@ -68,9 +68,8 @@ def run_step(
     if verifying:
         chosen = [planned[place] for place in verifying], [firsts[place] for place in verifying]
         _verify(target, policy, mode, *chosen, streams)
-    # A row that starts over has left nothing behind.
-    going_on = [CaughtUp(item.row, item.segment.start, first) for item, first in zip(planned, firsts, strict=True)
-                if not item.row.is_finished and item.row.kv_len > item.segment.start]  # fmt: skip
+    going_on = [CaughtUp(item.row, item.segment.start, first)
+                for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
     verified = time.perf_counter()
     # A prompt's tokens cost less than as many verify positions, and would pass for cheap drafts.
     num_drafts = sum(item.num_drafts for item in planned)
