@@ -19,8 +19,9 @@ would otherwise be believed for ever. The wait doubles, up to the second where d
 they clearly lose; all are multiples of REST."""
 RETRY_DRAFTS, RETRY_STEPS = 2, 3
 """How many, and how often. The first of these steps may pay for a pause and is timed in part only."""
-LOOK_STEPS = 2
-"""Steps without drafts in a row after RETRY_FIRST with some. The first is not timed, being of another kind."""
+LOOK_FIRST, LOOK_MOST, LOOK_STEPS = 8, 48, 2
+"""Steps with drafts after which a few make none, and how many these are. The first of them is not timed, being of
+another kind. The wait doubles: a beginning that few and noisy measurements spoke for must not last."""
 CLEAR_LOSS = 0.05
 """Part of the expected speed that one draft per row must lose for the longest waits: where it loses less, trying costs
 little, and noise decides."""
@@ -93,19 +94,25 @@ class Paying:
     """The steps in which drafts pay, and those that leave them out.
 
     Attributes:
-        num_steps: steps in a row in which they did, the last LOOK_STEPS of every RETRY_FIRST + LOOK_STEPS without any.
+        num_steps: steps in a row in which they did, since the last that left them out.
+        look_after: as many of them make drafts before LOOK_STEPS make none.
     """
 
     num_steps: int = 0
+    look_after: int = LOOK_FIRST
 
     def weighed(self, pays: bool) -> Paying:
         """After drafts were weighed once more."""
-        return Paying(self.num_steps % (RETRY_FIRST + LOOK_STEPS) + 1 if pays else 0)
+        if not pays:
+            return Paying()
+        if self.num_steps < self.look_after + LOOK_STEPS:
+            return replace(self, num_steps=self.num_steps + 1)
+        return Paying(1, min(2 * self.look_after, LOOK_MOST))
 
     @property
     def is_looking(self) -> bool:
         """Whether to make none: what such steps cost must be seen again too, or one slow step is believed for ever."""
-        return self.num_steps > RETRY_FIRST
+        return self.num_steps > self.look_after
 
 
 def few_drafts(room: Sequence[int]) -> list[int]:

@@ -8,6 +8,8 @@ from draft_support import make_row, policy_with
 from polytempo.engine.draft_length import DraftPolicy, draft_length
 from polytempo.engine.draft_phases import (
     EXPLORED,
+    LOOK_FIRST,
+    LOOK_MOST,
     MOST_EXPLORED,
     REST,
     RETRY_DRAFTS,
@@ -91,10 +93,10 @@ def test_auto_tries_again_after_many_steps_without_drafts():
         for size in range(1, 9):
             policy.verify_cost.record(size, 0.1 + 0.0005 * size)
             policy.draft_cost.record(size, 0.001 * size)
-    chosen = [policy.lengths(rows)[0] for _ in range(4 * RETRY_FIRST + 8)]
-    cycle = [AUTO_MAX_DRAFTS] * RETRY_FIRST + [0, 0]
-    start = chosen.index(0)
-    assert start <= RETRY_FIRST and chosen[start + 2 :][: 2 * len(cycle)] == cycle * 2, "two without, now and then"
+    chosen = [policy.lengths(rows)[0] for _ in range(4 * LOOK_MOST + 12)]
+    waits = [LOOK_FIRST, 2 * LOOK_FIRST, 4 * LOOK_FIRST, LOOK_MOST, LOOK_MOST]
+    expected = [count for wait in waits for count in [AUTO_MAX_DRAFTS] * wait + [0, 0]]
+    assert chosen[: len(expected)] == expected, "two without, ever more seldom"
     assert policy.pause.retry_after == RETRY_FIRST
 
 
@@ -138,8 +140,8 @@ def test_a_row_of_its_own_length_does_not_end_the_drafting_of_others():
     """Its drafts went on through the one step without, which then never ended for the others."""
     policy = policy_with(base=1.0, per_token=0.001, draft_base=0.0, per_draft=0.001)
     rows = [make_row(acceptance=0.9, draft_len=3), make_row(acceptance=0.95)]
-    chosen = [policy.lengths(rows)[1] for _ in range(4 * RETRY_FIRST)]
-    assert chosen.count(0) == 6 and chosen[RETRY_FIRST] == 0
+    chosen = [policy.lengths(rows)[1] for _ in range(3 * LOOK_MOST)]
+    assert chosen.count(0) == 8 and chosen[LOOK_FIRST] == 0
 
 
 def test_auto_rests_while_drafts_do_not_pay():
