@@ -13,7 +13,8 @@ from support import ENGINE, TINY, Harness, random_ids, random_model
 from polytempo.cache.layout import Segment
 from polytempo.engine.propose import CaughtUp, MTPProposer, ScriptedProposer
 from polytempo.engine.row import Row
-from polytempo.engine.sampling import SamplingPosition, sample
+from polytempo.engine.sampling import sample
+from polytempo.engine.sampling_position import SamplingPosition
 from polytempo.llm import LLM
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.types import FinishReason, SamplingParams

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polytempo.engine.logprobs import gather_logprobs
 from polytempo.engine.row import Row
-from polytempo.engine.sampling import SamplingPosition
+from polytempo.engine.sampling_position import SamplingPosition
 from polytempo.types import Logprob
 
 

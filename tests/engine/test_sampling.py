@@ -7,7 +7,8 @@ import torch
 
 from polytempo.engine import sampling
 from polytempo.engine.bad_words import BadWords
-from polytempo.engine.sampling import NO_TOKEN, SamplingPosition, process_logits, sample
+from polytempo.engine.sampling import NO_TOKEN, process_logits, sample
+from polytempo.engine.sampling_position import SamplingPosition
 from polytempo.errors import InvariantError
 from polytempo.types import SamplingParams
 

@@ -6,7 +6,8 @@ import scipy.stats
 import torch
 
 from polytempo.engine.bad_words import BadWords
-from polytempo.engine.sampling import SamplingPosition, sample
+from polytempo.engine.sampling import sample
+from polytempo.engine.sampling_position import SamplingPosition
 from polytempo.types import SamplingParams
 
 NUM_DRAWS = 50_000

@@ -9,7 +9,8 @@ import scipy.stats
 import torch
 
 from polytempo.engine.accept import accept
-from polytempo.engine.sampling import SamplingPosition, sample
+from polytempo.engine.sampling import sample
+from polytempo.engine.sampling_position import SamplingPosition
 from polytempo.types import SamplingParams
 
 NUM_SEEDS = 20_000
