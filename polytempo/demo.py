@@ -52,13 +52,13 @@ def demo_prompts() -> list[DemoPrompt]:
 
     return [
         DemoPrompt("import", "import ", 16),
-        DemoPrompt("module", lines(0, 44), 12),
+        DemoPrompt("module", lines(0, 46), 12),
         DemoPrompt("function", "def read_lines(path):\n    ", 40, seed=1, stop="\ndef "),
-        DemoPrompt("branch", lines(56, 11), 28),
+        DemoPrompt("branch", lines(58, 11), 28),
         DemoPrompt("class", "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(", 44),
-        DemoPrompt("tables", lines(22, 22), 20, seed=2),
+        DemoPrompt("tables", lines(24, 22), 20, seed=2),
         DemoPrompt("docstring", '"""Read and write', 24, seed=3, stop="\n\n"),
-        DemoPrompt("helpers", lines(62, 19), 32, seed=4),
+        DemoPrompt("helpers", lines(64, 19), 32, seed=4),
     ]
 
 
