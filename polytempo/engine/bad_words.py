@@ -10,7 +10,7 @@ from polytempo.errors import RequestError
 
 @dataclass(frozen=True, eq=False)
 class BadWords:
-    """Sequences by what comes before their last token. Equal to itself alone, so that a position may be hashed.
+    """Sequences by what comes before their last token. Equal to itself alone: comparing all would cost more.
 
     Attributes:
         last_ids: number of tokens before the last -> {these tokens: ids that may not follow them}.
