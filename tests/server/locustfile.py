@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 
+import gevent
 from gevent.event import Event
 from locust import HttpUser, events, task
 from locust.exception import StopUser
@@ -55,7 +56,8 @@ class Client(HttpUser):
             Client.num_open -= 1
             Client.num_done += 1
             if Client.num_done == options.requests:
-                self.environment.runner.quit()
+                # Not from here: quit kills its caller where another client is still to be stopped, and then never ends.
+                gevent.spawn(self.environment.runner.quit)
 
     def send(self, path, body, streams):
         started = time.perf_counter()
