@@ -186,7 +186,7 @@ struct BfloatKeys {
     Chunk<bf16> low, high;  // channels 8 g … 8 g + 3 and 8 g + 4 … 8 g + 7
     BfloatKeys(const bf16* const* keys, long j, long count, long c, long channels) {
         auto read = [&](const bf16* key) {
-            return channels >= 32 ? Chunk<bf16>::read(key + c) : read_tail(key + c, channels);
+            return read_chunk(key + c, channels);
         };
         interleave(read(keys[j]), j + 1 < count ? read(keys[j + 1]) : Chunk<bf16>{}, low, high);
     }
@@ -276,42 +276,65 @@ inline void attend_heads(const PtLayer& layer, T* q, long heads, const float* si
     add_values(score_rows, heads, keys, count, dim, totals, rows);
 }
 
-// One query: choose entries, attend with every head in place of its query, undo the values' rotation.
+// What the indexer keeps of a query's visible entries, ascending ids [index_top_k]; by up to `threads` threads.
 template <class T>
-inline void attend_token(const PtLayer& layer, const PtState& state, const PtTokens& tokens, long token,
-                         AttentionBuffers<T>& work) {
+inline void choose_for(const PtLayer& layer, const PtState& state, const PtTokens& tokens, long token, int64_t threads,
+                       const AttentionBuffers<T>& work, int64_t* chosen) {
+    const long visible = (tokens.positions[token] + 1) / layer.ratio, stretch = 16 * ENTRY_BLOCK;
+    float* scores = PT_SCRATCH(float, visible);
+    float* weights = PT_SCRATCH(float, layer.index_heads);
+    const T* own = work.index_weights + token * layer.index_heads;
+    for (long head = 0; head < layer.index_heads; head++)
+        weights[head] = load(own + head, 1)[0] * float(layer.index_scale);
+    share((visible + stretch - 1) / stretch, threads, [&](long task) {
+        index_scores(layer, state.index_pool, tokens.slots[token], task * stretch,
+                     std::min(visible, task * stretch + stretch),
+                     work.index_q + token * layer.index_heads * layer.index_dim, weights, scores);
+    });
+    choose_entries(scores, visible, layer.index_top_k, chosen);
+}
+
+// One query: `heads` heads from `first` on, in place of the query's own; then their values' rotation is undone.
+template <class T>
+inline void attend_token(const PtLayer& layer, const PtState& state, const PtTokens& tokens, long token, long first,
+                         long heads, const int64_t* chosen, AttentionBuffers<T>& work) {
     const int64_t slot = tokens.slots[token], position = tokens.positions[token];
     const long dim = layer.head_dim, visible = layer.ratio ? (position + 1) / layer.ratio : 0;
-    const int64_t* chosen = nullptr;
-    if (layer.index_heads && visible > layer.index_top_k) {
-        float* scores = PT_SCRATCH(float, visible);
-        float* weights = PT_SCRATCH(float, layer.index_heads);
-        const T* own = work.index_weights + token * layer.index_heads;
-        for (long head = 0; head < layer.index_heads; head++)
-            weights[head] = load(own + head, 1)[0] * float(layer.index_scale);
-        index_scores(layer, state.index_pool, slot, 0, visible,
-                     work.index_q + token * layer.index_heads * layer.index_dim, weights, scores);
-        int64_t* kept = PT_SCRATCH(int64_t, layer.index_top_k);
-        choose_entries(scores, visible, layer.index_top_k, kept);
-        chosen = kept;
-    }
     const T** keys = PT_SCRATCH(const T*, layer.window + visible + 1);
     const long count = list_keys(layer, state, slot, position, chosen, keys);
     float* scores = PT_SCRATCH(float, HEADS_PER_PASS * (count + LANES));
     const int64_t angle = position * layer.rope_pairs;
-    for (long head = 0; head < layer.heads; head += HEADS_PER_PASS) {
+    for (long head = first; head < first + heads; head += HEADS_PER_PASS) {
         T* q = work.q + (token * layer.heads + head) * dim;
-        const long heads = std::min(HEADS_PER_PASS, layer.heads - head);
-        attend_heads<T>(layer, q, heads, layer.sink + head, keys, count, scores);
-        for (long i = 0; i < heads; i++)
+        const long pass = std::min(HEADS_PER_PASS, first + heads - head);
+        attend_heads<T>(layer, q, pass, layer.sink + head, keys, count, scores);
+        for (long i = 0; i < pass; i++)
             rotate(q + i * dim, dim, tokens.cos + angle, tokens.sin + angle, layer.rope_pairs, -1.0f);
     }
 }
 
+// A query is one thread's, unless queries are few: then threads share its entries, and its heads.
 template <class T>
 inline void attend(const PtLayer& layer, const PtState& state, const PtTokens& tokens, AttentionBuffers<T>& work) {
     Timed timed(ATTENTION);
-    share(tokens.count, tokens.threads, [&](long token) { attend_token(layer, state, tokens, token, work); });
+    const long count = tokens.count, threads = tokens.threads, top_k = layer.index_top_k;
+    const bool is_few = count < 2 * threads;
+    int64_t* chosen = PT_SCRATCH(int64_t, layer.index_heads ? count * top_k : 0);
+    auto is_chosen = [&](long token) {
+        return layer.index_heads && (tokens.positions[token] + 1) / layer.ratio > top_k;
+    };
+    share(layer.index_heads ? count : 0, is_few ? 1 : threads, [&](long token) {
+        if (is_chosen(token))
+            choose_for(layer, state, tokens, token, is_few ? threads : 1, work, chosen + token * top_k);
+    });
+    const long quads = std::max(1L, layer.heads / threads / 4);
+    const long heads = is_few ? std::min(HEADS_PER_PASS, 4 * quads) : layer.heads;
+    const long parts = (layer.heads + heads - 1) / heads;
+    share(count * parts, threads, [&](long task) {
+        const long token = task / parts, first = task % parts * heads;
+        attend_token(layer, state, tokens, token, first, std::min(heads, layer.heads - first),
+                     is_chosen(token) ? chosen + token * top_k : nullptr, work);
+    });
 }
 
 // Grouped low-rank output projection: heads [T, H * dim] to y [T, D].

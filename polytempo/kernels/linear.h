@@ -10,18 +10,19 @@
 namespace pt {
 
 constexpr long ROWS_PER_TASK = 64;
-constexpr long AHEAD_BYTES = 4096;  // of weights to ask memory for before they are needed, if rows pass by once
+constexpr long AHEAD_BYTES = 6144;  // of weights to ask memory for before they are needed, if rows pass by once
+constexpr long BURST_BYTES = 2048;  // that memory is asked for at once
 constexpr long TASKS_PER_THREAD = 4;  // of one product: more share the work more evenly, fewer cost less
 constexpr long PANEL_BYTES = 8192;  // of weights that stay in the first-level cache while rows pass by
 
-// Asks memory for what comes next, evenly while `steps` other things are done: asked for at once, it would stall them.
+// Asks memory for what comes next, evenly while other things are done: asked for at once, it would stall them.
 struct Ahead {
     const char* next;
-    long stride;
-    Ahead(const void* from, long bytes, long steps) : next((const char*)from), stride(bytes / steps + 63 & ~63L) {}
-    void step() {
-        prefetch(next, stride);
-        next += stride;
+    long stride;     // from one step to the next
+    bool by_chunks;  // a step is long: it asks for its part evenly too
+    const char* step() {
+        if (!by_chunks) prefetch(next, stride);
+        return (next += stride) - stride;
     }
 };
 
@@ -44,29 +45,46 @@ struct Product {
         return w.rows(column, last, K, w.is_plain() ? nullptr : PT_SCRATCH(T, panel() * K));
     }
 
-    // R rows over a panel, whose weights these are; `ahead` walks through the panel behind it as they do.
-    template <int R>
-    void some_rows(long row, long column, long last, const T* weights, Ahead& ahead) const {
-        for (; column + 4 <= last; column += 4, weights += 4 * K) {
-            ahead.step();
-            const T* columns[4] = {weights, weights + K, weights + 2 * K, weights + 3 * K};
-            store_rows<R, 4>(y + row, column, dots<T, R, 4>(x + row, columns, K));
+    // R rows over columns; `ahead` walks through those behind them as they do. `columns(c, is_quad)` reads from c on.
+    template <int R, class Columns>
+    void some_rows(long row, long column, long last, Ahead& ahead, const Columns& columns) const {
+        for (; column + 4 <= last; column += 4) {
+            const char* next = ahead.step();
+            const v16 out = ahead.by_chunks ? dot_columns<T, R, 4, true>(x + row, columns(column), K, next)
+                                            : dot_columns<T, R, 4>(x + row, columns(column), K);
+            store_rows<R, 4>(y + row, column, out);
         }
-        for (; column < last; column++, weights += K)
-            store_rows<R, 1>(y + row, column, dots<T, R, 1>(x + row, &weights, K));
+        for (; column < last; column++)
+            store_rows<R, 1>(y + row, column, dot_columns<T, R, 1>(x + row, columns(column), K));
+    }
+
+    // The same of all rows.
+    template <class Columns>
+    void all_rows(long row, long last_row, long column, long last_column, Ahead& ahead, const Columns& columns) const {
+        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, ahead, columns);
+        if (last_row - row == 3) some_rows<3>(row, column, last_column, ahead, columns);
+        if (last_row - row == 2) some_rows<2>(row, column, last_column, ahead, columns);
+        if (last_row - row == 1) some_rows<1>(row, column, last_column, ahead, columns);
     }
 
     void tile(long row, long last_row, long column, long last_column) const {
-        const T* weights = panel_weights(column, last_column);
         const long passes = (last_row - row + 3) / 4, quads = (last_column - column + 3) / 4;
+        const bool in_place = w.in_place(passes);
         // One pass uses weights as fast as they come; of several the first needs its whole panel, as expanding does.
-        const bool is_steady = passes == 1 && w.is_plain();
+        const bool is_steady = passes == 1 && in_place;
         const long distance = is_steady ? ((AHEAD_BYTES - 1) / (4 * w.row_bytes(K)) + 1) * 4 : last_column - column;
-        Ahead ahead(w.stored(column + distance, K), (last_column - column) * w.row_bytes(K), passes * quads);
-        for (; row + 4 <= last_row; row += 4) some_rows<4>(row, column, last_column, weights, ahead);
-        if (last_row - row == 3) some_rows<3>(row, column, last_column, weights, ahead);
-        if (last_row - row == 2) some_rows<2>(row, column, last_column, weights, ahead);
-        if (last_row - row == 1) some_rows<1>(row, column, last_column, weights, ahead);
+        const long row_bytes = w.row_bytes(K), bytes = (last_column - column) * row_bytes;
+        Ahead ahead{(const char*)w.stored(column + distance, K),
+                    is_steady ? 4 * row_bytes : bytes / (passes * quads) + 63 & ~63L,
+                    is_steady && 4 * row_bytes > BURST_BYTES};
+        if (!w.is_plain() && in_place) {
+            w.read_stored(K, [&](const auto& columns) { all_rows(row, last_row, column, last_column, ahead, columns); });
+            return;
+        }
+        const T* weights = panel_weights(column, last_column);
+        all_rows(row, last_row, column, last_column, ahead, [&](long c) {
+            return PanelColumns<T>{weights + (c - column) * K, K};
+        });
     }
 
     void columns(long row, long last_row, long column, long last_column) const {

@@ -76,25 +76,6 @@ inline void swiglu(const float* gate, const float* up, long n, float limit, T* t
     }
 }
 
-// One expert over at most ROWS_PER_EXPERT_TASK rows: y[r] = w2 (swiglu(w1 x[r], w3 x[r])), float32.
-template <class T>
-inline void expert_rows(const PtLayer& layer, const T* const* x, float* const* y, long rows, const Weights<T>& w1,
-                        const Weights<T>& w3, const Weights<T>& w2, long inner) {
-    float* gate = PT_SCRATCH(float, ROWS_PER_EXPERT_TASK * inner);
-    float* up = PT_SCRATCH(float, ROWS_PER_EXPERT_TASK * inner);
-    T* middle = PT_SCRATCH(T, ROWS_PER_EXPERT_TASK * inner);
-    float *gate_rows[ROWS_PER_EXPERT_TASK], *up_rows[ROWS_PER_EXPERT_TASK];
-    T* middle_rows[ROWS_PER_EXPERT_TASK];
-    row_pointers(gate_rows, gate, rows, inner);
-    row_pointers(up_rows, up, rows, inner);
-    row_pointers(middle_rows, middle, rows, inner);
-    Product<T, float>{x, gate_rows, w1, rows, layer.hidden, inner}.run_serial();
-    Product<T, float>{x, up_rows, w3, rows, layer.hidden, inner}.run_serial();
-    for (long row = 0; row < rows; row++)
-        swiglu(gate_rows[row], up_rows[row], inner, layer.swiglu_limit, middle_rows[row]);
-    Product<T, float>{middle_rows, y, w2, rows, inner, layer.hidden}.run_serial();
-}
-
 struct ExpertTask {
     long expert, first, rows;  // expert == layer.experts: the shared one, over tokens first …
 };
@@ -119,6 +100,35 @@ inline long plan_experts(const PtLayer& layer, long count, const int64_t* ids, l
     return num_tasks;
 }
 
+// What an expert task reads and writes: rows by pointer, and the expert's matrices.
+template <class T>
+struct ExpertRows {
+    const T* x[ROWS_PER_EXPERT_TASK];
+    T* middle[ROWS_PER_EXPERT_TASK];
+    float* y[ROWS_PER_EXPERT_TASK];
+    Weights<T> w1, w3, w2;
+    long rows, inner;
+
+    // Of the inner channels [first, last): middle[r] = swiglu(w1 x[r], w3 x[r]).
+    void activate(const PtLayer& layer, long first, long last) const {
+        const long width = last - first;
+        float* gate = PT_SCRATCH(float, ROWS_PER_EXPERT_TASK * width);
+        float* up = PT_SCRATCH(float, ROWS_PER_EXPERT_TASK * width);
+        float *gate_rows[ROWS_PER_EXPERT_TASK], *up_rows[ROWS_PER_EXPERT_TASK];
+        row_pointers(gate_rows, gate, rows, width);
+        row_pointers(up_rows, up, rows, width);
+        Product<T, float>{x, gate_rows, w1.rows_from(first), rows, layer.hidden, width}.run_serial();
+        Product<T, float>{x, up_rows, w3.rows_from(first), rows, layer.hidden, width}.run_serial();
+        for (long row = 0; row < rows; row++)
+            swiglu(gate_rows[row], up_rows[row], width, layer.swiglu_limit, middle[row] + first);
+    }
+
+    // Of the hidden channels [first, last): y[r] = w2 middle[r], float32.
+    void project(long hidden, long first, long last) const {
+        Product<T, float>{middle, y, w2, rows, inner, hidden}.columns(0, rows, first, last);
+    }
+};
+
 // y [T, D] = routed experts in each token's own order, then the shared expert.
 template <class T>
 inline void moe(const PtLayer& layer, const PtTokens& tokens, const T* x, T* y) {
@@ -131,27 +141,43 @@ inline void moe(const PtLayer& layer, const PtTokens& tokens, const T* x, T* y) 
     const long most = pairs / ROWS_PER_EXPERT_TASK + layer.experts + count / ROWS_PER_EXPERT_TASK + 2;
     ExpertTask* tasks = PT_SCRATCH(ExpertTask, most);
     const long num_tasks = plan_experts(layer, count, ids, order, tasks);
-    float* outputs = PT_SCRATCH(float, (pairs + count) * hidden);  // by (token, choice), then the shared expert's
-    share(num_tasks, tokens.threads, [&](long index) {
-        const ExpertTask& task = tasks[index];
+    // By (token, choice), then the shared expert's by token.
+    const long middle_width = std::max(layer.inner, layer.shared_inner);
+    T* middle = PT_SCRATCH(T, (pairs + count) * middle_width);
+    float* outputs = PT_SCRATCH(float, (pairs + count) * hidden);
+    auto rows_of = [&](const ExpertTask& task) {
         const bool is_shared = task.expert == layer.experts;
-        const T* rows[ROWS_PER_EXPERT_TASK];
-        float* results[ROWS_PER_EXPERT_TASK];
+        ExpertRows<T> own;
+        own.rows = task.rows, own.inner = is_shared ? layer.shared_inner : layer.inner;
         for (long i = 0; i < task.rows; i++) {
             long pair = is_shared ? pairs + task.first + i : order[task.first + i];
-            rows[i] = x + (is_shared ? task.first + i : pair / top_k) * hidden;
-            results[i] = outputs + pair * hidden;
+            own.x[i] = x + (is_shared ? task.first + i : pair / top_k) * hidden;
+            own.middle[i] = middle + pair * middle_width;
+            own.y[i] = outputs + pair * hidden;
         }
         if (is_shared) {
-            expert_rows<T>(layer, rows, results, task.rows, layer.shared_w1, layer.shared_w3, layer.shared_w2,
-                           layer.shared_inner);
+            own.w1 = layer.shared_w1, own.w3 = layer.shared_w3, own.w2 = layer.shared_w2;
         } else {
             const Weights<T> w13(layer.w13), w2(layer.w2);  // w13: gate and up of every expert in turn
-            expert_rows<T>(layer, rows, results, task.rows, w13.part(2 * task.expert, layer.inner, hidden),
-                           w13.part(2 * task.expert + 1, layer.inner, hidden),
-                           w2.part(task.expert, hidden, layer.inner), layer.inner);
+            own.w1 = w13.part(2 * task.expert, layer.inner, hidden);
+            own.w3 = w13.part(2 * task.expert + 1, layer.inner, hidden);
+            own.w2 = w2.part(task.expert, hidden, layer.inner);
         }
-    });
+        return own;
+    };
+    // Few experts are cut into parts, so that no thread is left with one while the others have nothing.
+    const long parts = tokens.threads > 1 ? tokens.threads * TASKS_PER_THREAD / num_tasks + 1 : 1;
+    auto share_parts = [&](auto width_of, auto run_part) {
+        share(num_tasks * parts, tokens.threads, [&](long index) {
+            const ExpertRows<T> own = rows_of(tasks[index / parts]);
+            const long width = width_of(own), stretch = (width / parts / 8 + 1) * 8, first = index % parts * stretch;
+            if (first < width) run_part(own, first, std::min(width, first + stretch));
+        });
+    };
+    share_parts([&](const ExpertRows<T>& own) { return own.inner; },
+                [&](const ExpertRows<T>& own, long first, long last) { own.activate(layer, first, last); });
+    share_parts([&](const ExpertRows<T>&) { return hidden; },
+                [&](const ExpertRows<T>& own, long first, long last) { own.project(hidden, first, last); });
     const long group = 8;
     share((count + group - 1) / group, tokens.threads, [&](long task) {
         for (long token = task * group; token < std::min(count, task * group + group); token++) {

@@ -3,6 +3,8 @@
 // loading them expanded, so that the products behind have the same bits.
 #pragma once
 
+#include <type_traits>
+
 #include "args.h"
 #include "vector.h"
 
@@ -78,45 +80,110 @@ inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
 }
 #endif
 
-#if defined(__AVX512BW__)
-// In bfloat16 both formats are a look-up or a shift, and the scale is added to the exponent: exact while no result is
-// subnormal; one too large is refused when a checkpoint is read. Lower scales, which no trained weight has, take the
-// float32 way above.
-constexpr uint8_t LOWEST_PLAIN_SCALE = 16;
+#if defined(__AVX512VBMI__)
+// In bfloat16 both formats are looked up: the sixteen values of fp4, and the 128 without a sign of fp8, for every scale.
+struct Bf16Tables {
+    alignas(64) uint16_t fp4[256][16];
+    alignas(64) uint8_t fp8[256][2][128];  // low bytes, high bytes
 
-inline bool is_plain_scale(uint8_t scale) { return scale >= LOWEST_PLAIN_SCALE; }
+    Bf16Tables() {
+        uint8_t codes[128], pairs[FP4_RUN / 2] = {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe};
+        for (int i = 0; i < 128; i++) codes[i] = i;
+        bf16 values[128];
+        for (int scale = 0; scale < 256; scale++) {
+            expand_run<bf16>(pairs, scale, values);
+            memcpy(fp4[scale], values, sizeof fp4[scale]);
+            expand_block<bf16>(codes, scale, 128, values);
+            for (int i = 0; i < 128; i++) fp8[scale][0][i] = values[i].bits & 255, fp8[scale][1][i] = values[i].bits >> 8;
+        }
+    }
+};
+
+inline const Bf16Tables bf16_tables;
+
+// A run of fp4 values.
+inline Chunk<bf16> decode_run(const uint8_t* codes, uint8_t scale) {
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)bf16_tables.fp4[scale]));
+    const __m512i quads = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i*)codes));
+    const __m512i indices = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x000c000800040000), quads);
+    return {(u16x)_mm512_permutexvar_epi16(indices, table)};
+}
+
+// Sixty-four fp8 values at a time, all of one scale.
+struct Fp8Decoder {
+    __m512i low_first, low_last, high_first, high_last;
+
+    explicit Fp8Decoder(uint8_t scale) {
+        const uint8_t(*tables)[128] = bf16_tables.fp8[scale];
+        low_first = _mm512_load_si512(tables[0]), low_last = _mm512_load_si512(tables[0] + 64);
+        high_first = _mm512_load_si512(tables[1]), high_last = _mm512_load_si512(tables[1] + 64);
+    }
+
+    struct Values {
+        Chunk<bf16> first, second;
+    };
+    Values decode(__m512i codes) const {
+        // Interleaving works on 128 bits: the first 32 columns' bytes go to these's lower halves.
+        codes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
+        const __m512i low = _mm512_permutex2var_epi8(low_first, codes, low_last);
+        const __m512i unsigned_high = _mm512_permutex2var_epi8(high_first, codes, high_last);
+        const __m512i high = _mm512_ternarylogic_epi32(unsigned_high, codes, _mm512_set1_epi8(-128), 0xf8);  // | codes & sign
+        return {{(u16x)_mm512_unpacklo_epi8(low, high)}, {(u16x)_mm512_unpackhi_epi8(low, high)}};
+    }
+};
 
 inline void expand_run(const uint8_t* codes, uint8_t scale, bf16* to) {
-    if (!is_plain_scale(scale)) return expand_run<bf16>(codes, scale, to);
-    alignas(64) static const uint16_t values[32] = {
-        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,                      // 0, .5, 1, 1.5, 2, 3, 4, 6
-        0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,                 // and negative
-        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,                      // again: bit 4 of an index
-        0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};                // is the next code's
-    const __m512i table = _mm512_load_si512(values);
-    const __m512i scaled = _mm512_mask_add_epi16(table, 0xfefefefe, table, _mm512_set1_epi16((scale - 127) * 128));
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
-    const __m512i indices = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));  // low nibble, high nibble
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(indices, scaled));
+    const Chunk<bf16> run = decode_run(codes, scale);
+    memcpy(to, &run, sizeof run);
 }
 
 inline void expand_block(const uint8_t* codes, uint8_t scale, long count, bf16* to) {
-    if (!is_plain_scale(scale)) return expand_block<bf16>(codes, scale, count, to);
-    alignas(64) static const uint16_t mantissas[32] = {0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i table = _mm512_load_si512(mantissas);  // 0 … 7, the codes without an exponent, times 2^9
-    const __m512i subnormals = _mm512_mask_add_epi16(table, 0xfe, table, _mm512_set1_epi16((scale - 136) * 128));
-    const __m512i rebias = _mm512_set1_epi16((scale - 7) * 128), sign = _mm512_set1_epi16((short)0x8000);
-    for (long i = 0; i < count; i += 32) {
-        const __mmask32 present = count - i < 32 ? (1u << (count - i)) - 1 : 0xffffffffu;
-        const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(present, codes + i));
-        const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
-        const __mmask32 is_subnormal = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
-        __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), rebias);
-        bits = _mm512_mask_permutexvar_epi16(bits, is_subnormal, code, subnormals);
-        bits = _mm512_or_si512(bits, _mm512_and_si512(_mm512_slli_epi16(code, 8), sign));
-        _mm512_mask_storeu_epi16(to + i, present, bits);
+    const Fp8Decoder decoder(scale);
+    for (long i = 0; i < count; i += 64) {
+        const __mmask64 present = count - i < 64 ? (1ull << (count - i)) - 1 : ~0ull;
+        const Fp8Decoder::Values values = decoder.decode(_mm512_maskz_loadu_epi8(present, codes + i));
+        _mm512_mask_storeu_epi16(to + i, (__mmask32)present, (__m512i)values.first.value);
+        _mm512_mask_storeu_epi16(to + i + 32, (__mmask32)(present >> 32), (__m512i)values.second.value);
     }
 }
+
+// Columns that a dot product reads as they are stored (see PlainColumns): the same values as expanded ones.
+struct Fp4Columns {
+    const uint8_t *codes, *scales;  // of the first; the others follow
+    long code_stride, scale_stride;
+
+    static constexpr long WIDTH = FP4_RUN, BYTES = FP4_RUN / 2;
+    struct Values {
+        Chunk<bf16> first;
+    };
+    Nothing shared(long) const { return {}; }
+    template <int I>
+    Values read(Nothing, long k, long) const {
+        return {decode_run(codes + I * code_stride + k / 2, scales[I * scale_stride + k / FP4_RUN])};
+    }
+};
+
+struct Fp8Columns {
+    const uint8_t *codes, *scales;  // of the first; all have the same scales
+    long code_stride;
+
+    static constexpr long WIDTH = 64, BYTES = 64;
+    Fp8Decoder shared(long k) const { return Fp8Decoder(scales[k / FP8_BLOCK]); }
+    template <int I>
+    Fp8Decoder::Values read(const Fp8Decoder& decoder, long k, long count) const {
+        const __mmask64 present = count < 64 ? (1ull << count) - 1 : ~0ull;
+        return decoder.decode(_mm512_maskz_loadu_epi8(present, codes + I * code_stride + k));
+    }
+};
+#endif
+
+// Whether dot products can read packed columns of this type as they are stored.
+#if defined(__AVX512VBMI__)
+template <class T>
+constexpr bool CAN_READ_STORED = std::is_same_v<T, bf16>;
+#else
+template <class T>
+constexpr bool CAN_READ_STORED = false;
 #endif
 
 // A matrix [N, K] of any kind, as a product reads it.
@@ -134,6 +201,34 @@ struct Weights {
     bool is_plain() const { return kind == PLAIN; }
     long row_bytes(long K) const { return kind == PLAIN ? K * long(sizeof(T)) : kind == FP8 ? K : K / 2; }
     long row_scales(long K) const { return kind == FP8 ? (K + FP8_BLOCK - 1) / FP8_BLOCK : K / FP4_RUN; }
+
+    // Whether `passes` over a panel read it as it is stored; else it is expanded once for all of them. Measured: decoding
+    // fp8 twice costs less than a panel. Four rows from a fourth on lie in one block of scales.
+    bool in_place(long passes) const {
+        if (kind == PLAIN) return true;
+        return CAN_READ_STORED<T> && (kind == FP8 ? passes <= 2 && first_row % 4 == 0 : passes <= 1);
+    }
+
+    // Calls `use` with what reads four columns from a given one on as they are stored.
+    template <class Use>
+    void read_stored(long K, const Use& use) const {
+#if defined(__AVX512VBMI__)
+        if constexpr (CAN_READ_STORED<T>) {
+            const uint8_t* codes = values + first_row * row_bytes(K);
+            const long code_stride = row_bytes(K), scale_stride = row_scales(K);
+            if (kind == FP4)
+                use([=](long c) {
+                    return Fp4Columns{codes + c * code_stride, scales + (first_row + c) * scale_stride, code_stride,
+                                      scale_stride};
+                });
+            else
+                use([=](long c) {
+                    return Fp8Columns{codes + c * code_stride, scales + (first_row + c) / FP8_BLOCK * scale_stride,
+                                      code_stride};
+                });
+        }
+#endif
+    }
 
     // Where a row lies as it is stored.
     const uint8_t* stored(long row, long K) const { return values + (first_row + row) * row_bytes(K); }

@@ -89,19 +89,24 @@ private:
     }
 
     void work(int64_t index) {
-        uint64_t done = 0;
+        uint64_t done = 0, seen = 0;
+        // A job that is still being written is not there yet: a worker that took it for seen would miss it.
+        auto is_open = [&] {
+            seen = ticket.load();
+            return seen >> 32 != done && (seen & CLOSED) != CLOSED;
+        };
         for (;;) {
             auto until = std::chrono::steady_clock::now() + SPIN;
-            for (int turn = 1; ticket.load() >> 32 == done; turn++) {
+            for (int turn = 1; !is_open(); turn++) {
                 pause();
                 if (turn % 64 || std::chrono::steady_clock::now() < until) continue;
                 std::unique_lock<std::mutex> lock(mutex);
                 sleeping++;
-                wake.wait(lock, [&] { return ticket.load() >> 32 != done; });
+                wake.wait(lock, is_open);
                 sleeping--;
                 break;
             }
-            done = ticket.load() >> 32;
+            done = seen >> 32;
             take_tasks(index + 1);
         }
     }

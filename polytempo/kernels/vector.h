@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -233,8 +234,10 @@ inline void join_quads(v16 low, v16 high, v16& first, v16& second) {
 #endif
 }
 
+// `count` elements, all of a chunk if there are as many; missing ones read as 0.
 template <class T>
-inline Chunk<T> read_tail(const T* from, long count) {
+__attribute__((always_inline)) inline Chunk<T> read_chunk(const T* from, long count) {
+    if (count >= Chunk<T>::SIZE) return Chunk<T>::read(from);
     T padded[Chunk<T>::SIZE] = {};
     memcpy(padded, from, count * sizeof(T));
     return Chunk<T>::read(padded);
@@ -251,34 +254,87 @@ __attribute__((always_inline)) inline void add_products(Quad& sums, Chunk<T> row
     sums.d = Chunk<T>::dot(sums.d, row, d);
 }
 
+// Columns as a dot product reads them: WIDTH elements of K, which lie in BYTES, at a time, as one chunk or two.
+struct Nothing {};
+
+template <class T>
+struct PlainColumns {
+    const T *columns[4];
+
+    static constexpr long WIDTH = Chunk<T>::SIZE, BYTES = WIDTH * sizeof(T);
+    struct Values {
+        Chunk<T> first;
+    };
+    Nothing shared(long) const { return {}; }
+    template <int I>
+    Values read(Nothing, long k, long count) const {
+        return {read_chunk(columns[I] + k, count)};
+    }
+};
+
+// Columns side by side.
+template <class T>
+struct PanelColumns {
+    const T* first;
+    long stride;
+
+    static constexpr long WIDTH = Chunk<T>::SIZE, BYTES = WIDTH * sizeof(T);
+    struct Values {
+        Chunk<T> first;
+    };
+    Nothing shared(long) const { return {}; }
+    template <int I>
+    Values read(Nothing, long k, long count) const {
+        return {read_chunk(first + I * stride + k, count)};
+    }
+};
+
+// Ask memory for a stretch in ascending order, into the second-level cache: the first has too few misses at once, and
+// better uses. Walking four short rows side by side, the hardware foresees nothing. Inlined always: gcc takes a call for
+// one without effects, and drops it.
+__attribute__((always_inline)) inline void prefetch(const void* from, long bytes) {
+    for (const char* line = (const char*)from; line < (const char*)from + bytes; line += 64)
+        __builtin_prefetch(line, 0, 2);
+}
+
 // Lane 4 r + c = x[r] . w[c] over K elements: one accumulator per pair, K ascending, then the tree of sum_lanes.
 // R and C only say how many pairs are computed together; no pair's order depends on them.
+// With ASKS, memory is asked for what lies at `ahead`, as much as the columns have.
 //
 // Never inlined: within larger functions gcc keeps the accumulators in memory, at half the speed.
-template <class T, int R, int C>
-__attribute__((noinline)) v16 dots(const T* const* x, const T* const* w, long K) {
+template <class T, int R, int C, bool ASKS = false, class Columns>
+__attribute__((noinline)) v16 dot_columns(const T* const* x, const Columns& w, long K, const char* ahead = nullptr) {
     static_assert(R >= 1 && R <= 4 && (C == 4 || C == 1), "sixteen results fill the lanes");
+    constexpr long SIZE = Chunk<T>::SIZE, WIDTH = Columns::WIDTH;
     const T *x0 = x[0], *x1 = R > 1 ? x[1] : x0, *x2 = R > 2 ? x[2] : x0, *x3 = R > 3 ? x[3] : x0;
-    const T *w0 = w[0], *w1 = C > 1 ? w[1] : w0, *w2 = C > 1 ? w[2] : w0, *w3 = C > 1 ? w[3] : w0;
     Quad first, second, third, fourth;
-    auto step = [&](auto read) {
-        const Chunk<T> a = read(w0), b = C > 1 ? read(w1) : a, c = C > 1 ? read(w2) : a, d = C > 1 ? read(w3) : a;
-        add_products<T, C>(first, read(x0), a, b, c, d);
-        if (R > 1) add_products<T, C>(second, read(x1), a, b, c, d);
-        if (R > 2) add_products<T, C>(third, read(x2), a, b, c, d);
-        if (R > 3) add_products<T, C>(fourth, read(x3), a, b, c, d);
+    auto add = [&](long k, long count, Chunk<T> a, Chunk<T> b, Chunk<T> c, Chunk<T> d) __attribute__((always_inline)) {
+        add_products<T, C>(first, read_chunk(x0 + k, count), a, b, c, d);
+        if (R > 1) add_products<T, C>(second, read_chunk(x1 + k, count), a, b, c, d);
+        if (R > 2) add_products<T, C>(third, read_chunk(x2 + k, count), a, b, c, d);
+        if (R > 3) add_products<T, C>(fourth, read_chunk(x3 + k, count), a, b, c, d);
+    };
+    auto step = [&](long k, auto count) __attribute__((always_inline)) {
+        if (ASKS) prefetch(ahead + C * Columns::BYTES / WIDTH * k, C * Columns::BYTES);
+        const auto shared = w.shared(k);
+        const auto a = w.template read<0>(shared, k, count), b = C > 1 ? w.template read<1>(shared, k, count) : a,
+                   c = C > 1 ? w.template read<2>(shared, k, count) : a,
+                   d = C > 1 ? w.template read<3>(shared, k, count) : a;
+        add(k, count, a.first, b.first, c.first, d.first);
+        if constexpr (WIDTH > SIZE)
+            if (count > SIZE) add(k + SIZE, count - SIZE, a.second, b.second, c.second, d.second);
     };
     long k = 0;
-    for (; k + Chunk<T>::SIZE <= K; k += Chunk<T>::SIZE) step([k](const T* from) { return Chunk<T>::read(from + k); });
-    if (k < K) step([k, K](const T* from) { return read_tail(from + k, K - k); });
+    for (; k + WIDTH <= K; k += WIDTH) step(k, std::integral_constant<long, WIDTH>());
+    if (k < K) step(k, K - k);
     return sum_lanes(first, second, third, fourth);
 }
 
-// Ask memory for a stretch in ascending order, into the second-level cache: the first has too few misses at once, and
-// better uses. Walking four short rows side by side, the hardware foresees nothing.
-inline void prefetch(const void* from, long bytes) {
-    for (const char* line = (const char*)from; line < (const char*)from + bytes; line += 64)
-        __builtin_prefetch(line, 0, 2);
+// The same of columns that lie anywhere.
+template <class T, int R, int C>
+inline v16 dots(const T* const* x, const T* const* w, long K) {
+    constexpr int MORE = C > 1;
+    return dot_columns<T, R, C>(x, PlainColumns<T>{{w[0], w[MORE], w[2 * MORE], w[3 * MORE]}}, K);
 }
 
 // Lanes 4 r … 4 r + C - 1 to `to[r] + at`, for every row r.
