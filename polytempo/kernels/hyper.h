@@ -9,17 +9,18 @@ constexpr long MAX_HC = 8;
 
 // Mixing logits of up to 16 tokens, transposed: mixes[row of fn] holds one token per lane.
 template <class T>
-inline void mix(const T* streams, const float* fn, long tokens, long width, long rows, float eps, v16* mixes) {
+inline void mix(const T* streams, const float* fn, long tokens, long width, long rows, float eps, int64_t threads,
+                v16* mixes) {
     float* normed = PT_SCRATCH(float, LANES * width);
     const float* x[LANES];
     for (long token = 0; token < tokens; token++) {
         x[token] = normed + token * width;
         rms_norm(streams + token * width, normed + token * width, nullptr, width, eps);
     }
-    for (long row = 0; row < rows; row++) mixes[row] = v16{};
-    for (long row = 0; row < rows; row += 4) {
+    share((rows + 3) / 4, threads, [&](long quad) {
+        const long row = 4 * quad, count = std::min(4L, rows - row);
+        for (long i = 0; i < count; i++) mixes[row + i] = v16{};
         const float* w[4];
-        long count = std::min(4L, rows - row);
         for (long i = 0; i < 4; i++) w[i] = fn + (row + std::min(i, count - 1)) * width;
         for (long token = 0; token < tokens;) {
             if (token + 4 <= tokens) {
@@ -33,7 +34,7 @@ inline void mix(const T* streams, const float* fn, long tokens, long width, long
                 token++;
             }
         }
-    }
+    });
 }
 
 // comb[j * hc + k]: how much of old stream j enters new stream k, per lane.
@@ -62,12 +63,12 @@ inline void collapse(const T* streams, const v16* pre, long lane, long hc, long 
 
 // Up to 16 tokens of one site: x = norm(collapse), and the weights post [hc] and comb [hc, hc] of each.
 template <class T>
-inline void site_tokens(const PtLayer& layer, const PtSite& site, const T* streams, long tokens, T* x, float* post,
-                        float* comb) {
+inline void site_tokens(const PtLayer& layer, const PtSite& site, const T* streams, long tokens, int64_t threads, T* x,
+                        float* post, float* comb) {
     const long hc = layer.hc, hidden = layer.hidden;
     const float eps = layer.hc_eps;
     v16 mixes[MAX_HC * (MAX_HC + 2)];
-    mix(streams, site.fn, tokens, hc * hidden, (2 + hc) * hc, layer.norm_eps, mixes);
+    mix(streams, site.fn, tokens, hc * hidden, (2 + hc) * hc, layer.norm_eps, threads, mixes);
     v16 *into = mixes, *out = mixes + hc, *across = mixes + 2 * hc;
     for (long k = 0; k < hc; k++) {
         into[k] = sigmoid16(into[k] * site.scale[0] + site.base[k]) + eps;
@@ -100,9 +101,10 @@ inline void read_site(const PtLayer& layer, const PtSite& site, const PtTokens& 
                       float* post, float* comb) {
     Timed timed(MHC);
     const long group = site_group(tokens.count, tokens.threads), hc = layer.hc, hidden = layer.hidden;
+    const int64_t inner = tokens.count <= group ? tokens.threads : 1;  // one group: its threads share the projection
     share((tokens.count + group - 1) / group, tokens.threads, [&](long task) {
         long first = task * group, count = std::min(group, tokens.count - first);
-        site_tokens(layer, site, streams + first * hc * hidden, count, x + first * hidden, post + first * hc,
+        site_tokens(layer, site, streams + first * hc * hidden, count, inner, x + first * hidden, post + first * hc,
                     comb + first * hc * hc);
     });
 }
@@ -140,7 +142,7 @@ inline void read_head(const PtLayer& layer, const PtSite& site, const PtTokens& 
         long first = task * group, count = std::min(group, tokens.count - first);
         const T* own = streams + first * hc * hidden;
         v16 pre[MAX_HC];
-        mix(own, site.fn, count, hc * hidden, hc, layer.norm_eps, pre);
+        mix(own, site.fn, count, hc * hidden, hc, layer.norm_eps, 1, pre);
         for (long k = 0; k < hc; k++) pre[k] = sigmoid16(pre[k] * site.scale[0] + site.base[k]) + float(layer.hc_eps);
         for (long token = 0; token < count; token++) {
             T* to = x + (first + token) * hidden;
