@@ -123,7 +123,7 @@ inline long list_keys(const PtLayer& layer, const PtState& state, int64_t slot, 
 template <class T>
 inline void score_keys(const T* const* q, long heads, const T* const* keys, long count, long dim, float scale,
                        float* const* scores) {
-    auto score = [&](auto columns, long j) {
+    auto score = [&](auto columns, long j) __attribute__((always_inline)) {
         constexpr int C = decltype(columns)::value;
         long head = 0;
         for (; head + 4 <= heads; head += 4)
@@ -185,7 +185,7 @@ struct BfloatKeys {
     typedef uint32_t Weight;
     Chunk<bf16> low, high;  // channels 8 g … 8 g + 3 and 8 g + 4 … 8 g + 7
     BfloatKeys(const bf16* const* keys, long j, long count, long c, long channels) {
-        auto read = [&](const bf16* key) {
+        auto read = [&](const bf16* key) __attribute__((always_inline)) {
             return read_chunk(key + c, channels);
         };
         interleave(read(keys[j]), j + 1 < count ? read(keys[j + 1]) : Chunk<bf16>{}, low, high);
@@ -218,7 +218,7 @@ __attribute__((noinline)) void add_channels(const typename Keys::Weight* const* 
             values.add(seventh, weights[6][at]), values.add(eighth, weights[7][at]);
         }
     }
-    auto write = [&](ChannelSums& sums, int r) {
+    auto write = [&](ChannelSums& sums, int r) __attribute__((always_inline)) {
         sums.low /= totals[r], sums.high /= totals[r];
         Keys::finish(sums);
         store(out[r] + c, sums.low, channels);
