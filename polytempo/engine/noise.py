@@ -8,6 +8,7 @@ preemption and on any step. Source: Philox4x32-10, Salmon et al. 2011, "Parallel
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -63,9 +64,13 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     return torch.stack((multiplied[0], mixed[1], multiplied[1], mixed[0]))
 
 
-def _to_gumbel(words: Tensor) -> Tensor:
-    """Gumbel noise from 32-bit words; half a step of offset keeps the uniform number inside (0, 1)."""
-    uniform = (words.double() + 0.5) * 2.0**-32
+def _to_uniform(words: Tensor) -> Tensor:
+    """Numbers inside (0, 1) from 32-bit words, exactly: half a step of offset keeps both ends out."""
+    return (words.double() + 0.5) * 2.0**-32
+
+
+def _to_gumbel(uniform: Tensor) -> Tensor:
+    """Gumbel noise from uniform numbers, in their place."""
     return uniform.log_().neg_().log_().neg_()
 
 
@@ -93,11 +98,37 @@ def gumbel_noise(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: T
     for rows, columns in _tiles(num_rows, width, token_ids.device):
         ids = token_ids[rows, columns]
         words = _blocks(seeds[rows], choices[rows], positions[rows], ids // _LANES)
-        out[rows, columns] = _to_gumbel(words.gather(0, (ids % _LANES).unsqueeze(0)).squeeze(0))
+        out[rows, columns] = _to_gumbel(_to_uniform(words.gather(0, (ids % _LANES).unsqueeze(0)).squeeze(0)))
     return out
 
 
-def gumbel_noise_vocab(seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+Uniform = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def uniform(seeds: Tensor, choices: Tensor, positions: Tensor, num_groups: int) -> Tensor:
+    """The random numbers behind the noise of tokens 0..4 G - 1; kernels: ops.uniform, with the same bits.
+
+    Args:
+        seeds: [N] int64, as in `gumbel_noise`.
+        choices: [N] int64.
+        positions: [N] int64.
+        num_groups: G; token t is word t % 4 of group t // 4.
+
+    Returns:
+        [N, 4 G] float64, inside (0, 1).
+    """
+    num_rows = seeds.shape[0]
+    out = torch.empty(num_rows, num_groups * _LANES, dtype=torch.float64, device=seeds.device)
+    all_groups = torch.arange(num_groups, device=seeds.device).unsqueeze(0)
+    for rows, columns in _tiles(num_rows, num_groups, seeds.device):
+        words = _blocks(seeds[rows], choices[rows], positions[rows], all_groups[:, columns])
+        out[rows, columns.start * _LANES : columns.stop * _LANES] = _to_uniform(words.movedim(0, -1).flatten(1))
+    return out
+
+
+def gumbel_noise_vocab(
+    seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int, draw_uniform: Uniform = uniform
+) -> Tensor:
     """Gumbel noise of all tokens 0..vocab_size - 1, at a quarter of the cost per token.
 
     Args:
@@ -105,18 +136,14 @@ def gumbel_noise_vocab(seeds: Tensor, choices: Tensor, positions: Tensor, vocab_
         choices: [N] int64.
         positions: [N] int64.
         vocab_size: V.
+        draw_uniform: `uniform` or the kernels'.
 
     Returns:
         [N, V] float64; column t equals `gumbel_noise` of token t bit for bit.
     """
-    num_rows, num_groups = seeds.shape[0], -(-vocab_size // _LANES)
-    out = torch.empty(num_rows, num_groups * _LANES, dtype=torch.float64, device=seeds.device)
-    all_groups = torch.arange(num_groups, device=seeds.device).unsqueeze(0)
-    for rows, columns in _tiles(num_rows, num_groups, seeds.device):
-        words = _blocks(seeds[rows], choices[rows], positions[rows], all_groups[:, columns])
-        first = columns.start * _LANES
-        noise = _to_gumbel(words.movedim(0, -1).flatten(1))
-        out[rows, first : first + noise.shape[1]] = noise
+    out = draw_uniform(seeds, choices, positions, -(-vocab_size // _LANES))
+    for rows, columns in _tiles(*out.shape, out.device):
+        _to_gumbel(out[rows, columns])
     return out[:, :vocab_size]
 
 

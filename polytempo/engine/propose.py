@@ -242,7 +242,7 @@ class MTPProposer:
         self.num_forwards += 1
         positions = [sampling_position(item.row, item.row.drafts) for item, _ in chain]
         # The same noise as the target's: a draft is what the target would draw if their logits agreed.
-        drawn = sample(self.target.model.mtp_logits(output), positions, self.target.greedy).token_ids.tolist()
+        drawn = sample(self.target.model.mtp_logits(output), positions, self.target.sampling_ops).token_ids.tolist()
         kept = []
         for place, ((item, draft_len), token_id) in enumerate(zip(chain, drawn, strict=True)):
             if token_id != NO_TOKEN:

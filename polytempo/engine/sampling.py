@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polytempo.engine.logprobs import first_argmax, ranked_ids
-from polytempo.engine.noise import gumbel_noise, gumbel_noise_vocab
+from polytempo.engine.noise import Uniform, gumbel_noise, gumbel_noise_vocab, uniform
 from polytempo.engine.sampling_position import SamplingPosition
 from polytempo.errors import InvariantError
 
@@ -71,7 +72,23 @@ def greedy(logits: Tensor) -> Tensor:
     return first_argmax(logits).masked_fill_(~is_finite, NO_TOKEN)
 
 
-def sample(logits: Tensor, positions: Sequence[SamplingPosition], find_greedy: Greedy = greedy) -> SampledTokens:
+@dataclass(frozen=True)
+class SamplingOps:
+    """What sampling leaves to the kernels where there are any.
+
+    Attributes:
+        greedy: `greedy`, for the positions that nothing but the logits decides.
+        uniform: `noise.uniform`, for draws from the whole vocabulary.
+    """
+
+    greedy: Greedy = greedy
+    uniform: Uniform = uniform
+
+
+TORCH = SamplingOps()
+
+
+def sample(logits: Tensor, positions: Sequence[SamplingPosition], ops: SamplingOps = TORCH) -> SampledTokens:
     """Draw one token at every position.
 
     Greedy positions take the highest processed logit; others take the argmax of processed logits / temperature
@@ -81,7 +98,7 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], find_greedy: G
     Args:
         logits: [N, V], any float dtype; not modified.
         positions: N positions in the order of the logits' rows.
-        find_greedy: for the positions that nothing but the logits decides.
+        ops: torch's or the kernels' operations.
 
     Returns:
         SampledTokens for the N positions.
@@ -100,9 +117,9 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], find_greedy: G
     for index, position in enumerate(positions):
         (plain if position.is_plain else other).append(index)
     if not other:
-        return _sample_plain(logits, find_greedy)
-    first = _sample_plain(logits[plain], find_greedy)
-    second = _sample_processed(logits[other], [positions[i] for i in other])
+        return _sample_plain(logits, ops)
+    first = _sample_plain(logits[plain], ops)
+    second = _sample_processed(logits[other], [positions[i] for i in other], ops)
     place = torch.tensor(plain + other, device=logits.device).argsort()
     return SampledTokens(
         torch.cat([first.token_ids, second.token_ids])[place],
@@ -111,14 +128,14 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], find_greedy: G
     )
 
 
-def _sample_plain(logits: Tensor, find_greedy: Greedy) -> SampledTokens:
+def _sample_plain(logits: Tensor, ops: SamplingOps) -> SampledTokens:
     """Greedy without options."""
-    token_ids = find_greedy(logits)
+    token_ids = ops.greedy(logits)
     is_finite = token_ids != NO_TOKEN
     return SampledTokens(token_ids, is_finite, torch.ones_like(is_finite))
 
 
-def _sample_processed(logits: Tensor, positions: Sequence[SamplingPosition]) -> SampledTokens:
+def _sample_processed(logits: Tensor, positions: Sequence[SamplingPosition], ops: SamplingOps) -> SampledTokens:
     raw_best = logits.amax(-1)
     processed = process_logits(logits, positions)
     best = processed.amax(-1)
@@ -126,7 +143,7 @@ def _sample_processed(logits: Tensor, positions: Sequence[SamplingPosition]) -> 
     is_finite = raw_best.isfinite() & ~best.isnan() & (best != torch.inf)
     has_candidates = ~is_finite | best.isfinite()
     token_ids = torch.empty(len(positions), dtype=torch.int64, device=logits.device)
-    for draw, members in _by_draw(positions).items():
+    for draw, members in _by_draw(positions, ops).items():
         rows = torch.tensor(members, device=logits.device)
         token_ids[rows] = draw(processed[rows], [positions[i] for i in members])
     token_ids.masked_fill_(~(is_finite & has_candidates), NO_TOKEN)
@@ -136,9 +153,10 @@ def _sample_processed(logits: Tensor, positions: Sequence[SamplingPosition]) -> 
 _Draw = Callable[[Tensor, Sequence[SamplingPosition]], Tensor]
 
 
-def _by_draw(positions: Sequence[SamplingPosition]) -> dict[_Draw, list[int]]:
+def _by_draw(positions: Sequence[SamplingPosition], ops: SamplingOps) -> dict[_Draw, list[int]]:
     """Indices of the positions by the cheapest way to draw them."""
     groups: dict[_Draw, list[int]] = {}
+    draw_all = partial(_draw_all, draw_uniform=ops.uniform)
     for index, position in enumerate(positions):
         params = position.params
         if params.is_greedy:
@@ -148,7 +166,7 @@ def _by_draw(positions: Sequence[SamplingPosition]) -> dict[_Draw, list[int]]:
         elif params.top_p < 1:
             draw = _draw_ranked
         else:
-            draw = _draw_all
+            draw = draw_all
         groups.setdefault(draw, []).append(index)
     return groups
 
@@ -251,10 +269,10 @@ def _draw_greedy(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tenso
     return first_argmax(logits)
 
 
-def _draw_all(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+def _draw_all(logits: Tensor, positions: Sequence[SamplingPosition], draw_uniform: Uniform) -> Tensor:
     scaled = _scale(logits, positions)
     scaled = scaled.masked_fill_(scaled.exp() < _column(positions, "min_p", scaled), -torch.inf)
-    noise = gumbel_noise_vocab(*_noise_address(positions, logits.device), logits.shape[-1])
+    noise = gumbel_noise_vocab(*_noise_address(positions, logits.device), logits.shape[-1], draw_uniform)
     return first_argmax(scaled.double() + noise)
 
 

@@ -101,7 +101,7 @@ def _verify(
     if len(token_idx) < len(streams):
         streams = streams[torch.tensor(token_idx, device=streams.device)]
     logits = target.model.logits(streams)
-    drawn = sample(logits, positions, target.greedy)
+    drawn = sample(logits, positions, target.sampling_ops)
     failures = drawn.failures()
     entries = logprob_entries(rows, logits, drawn.token_ids)
     token_ids = [None if place in failures else token for place, token in enumerate(drawn.token_ids.tolist())]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from polytempo.cache.store import RowStore
 from polytempo.engine.prefix import PrefixCache
-from polytempo.engine.sampling import Greedy, greedy
+from polytempo.engine.sampling import TORCH, SamplingOps
 from polytempo.engine_config import EngineConfig
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.rope import RopeTables
@@ -30,7 +30,7 @@ class Target:
     prefix_cache: PrefixCache | None = None
 
     @property
-    def greedy(self) -> Greedy:
-        """`sampling.greedy`, in C++ where the model is."""
+    def sampling_ops(self) -> SamplingOps:
+        """In C++ where the model is."""
         native = self.model.native
-        return greedy if native is None else native.greedy
+        return TORCH if native is None else SamplingOps(native.greedy, native.uniform)

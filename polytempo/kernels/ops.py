@@ -1,4 +1,4 @@
-"""Single kernels on tensors; twins: model.ops.linear, engine.sampling.greedy and RMSNorm."""
+"""Single kernels on tensors; twins: model.ops.linear, engine.sampling.greedy, engine.noise.uniform and RMSNorm."""
 
 from __future__ import annotations
 
@@ -95,6 +95,33 @@ def greedy(library: ctypes.CDLL, x: Tensor) -> Tensor:
     ids = torch.empty(rows, dtype=torch.int64)
     library.pt_greedy(x.data_ptr(), ids.data_ptr(), rows, width, x.dtype == torch.bfloat16, kernel_threads())
     return ids
+
+
+def uniform(library: ctypes.CDLL, seeds: Tensor, choices: Tensor, positions: Tensor, num_groups: int) -> Tensor:
+    """Random numbers of all tokens; twin, with the same bits: engine.noise.uniform.
+
+    Args:
+        library: from `build.load`.
+        seeds: [N] int64, contiguous, as choices and positions.
+        choices: [N] int64.
+        positions: [N] int64.
+        num_groups: G.
+
+    Returns:
+        [N, 4 G] float64.
+
+    Raises:
+        InvariantError: an operand that the kernel would read wrongly.
+    """
+    for name, operand in (("seeds", seeds), ("choices", choices), ("positions", positions)):
+        check_operand(name, operand, torch.int64)
+    if not seeds.shape == choices.shape == positions.shape:
+        shapes = [tuple(operand.shape) for operand in (seeds, choices, positions)]
+        raise InvariantError(f"kernel uniform got seeds, choices and positions of shapes {shapes}")
+    out = torch.empty(len(seeds), 4 * num_groups, dtype=torch.float64)
+    library.pt_uniform(seeds.data_ptr(), choices.data_ptr(), positions.data_ptr(), out.data_ptr(), len(seeds),
+                       num_groups, kernel_threads())  # fmt: skip
+    return out
 
 
 def rms_norm(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float) -> Tensor:

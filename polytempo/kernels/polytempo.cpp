@@ -5,6 +5,7 @@
 #include "hyper.h"
 #include "moe.h"
 #include "mtp.h"
+#include "noise.h"
 
 #define PT_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -169,6 +170,12 @@ PT_EXPORT void pt_greedy(const void* x, int64_t* ids, int64_t rows, int64_t N, i
         pt::greedy_rows((const bf16*)x, ids, rows, N, threads);
     else
         pt::greedy_rows((const float*)x, ids, rows, N, threads);
+}
+
+// Random numbers of each row's token groups [rows, 4 groups], as pt::uniform_rows says.
+PT_EXPORT void pt_uniform(const int64_t* seeds, const int64_t* choices, const int64_t* positions, double* out,
+                          int64_t rows, int64_t groups, int64_t threads) {
+    pt::uniform_rows(seeds, choices, positions, out, rows, groups, threads);
 }
 
 // y [rows, N] = x [rows, K] . w [N, K], all row-major and contiguous.

@@ -97,6 +97,7 @@ _SIGNATURES: dict[str, Sequence[type]] = {
     "pt_moe": (POINTER,) * 4,
     "pt_logits": (POINTER,) * 5,
     "pt_greedy": (POINTER, POINTER, *(INT,) * 4),
+    "pt_uniform": (*(POINTER,) * 4, *(INT,) * 3),
     "pt_linear": (*(POINTER,) * 3, *(INT,) * 5),
     "pt_rms_norm": (*(POINTER,) * 3, INT, INT, REAL, INT),
     "pt_exp": (POINTER, POINTER, INT),

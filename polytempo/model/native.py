@@ -180,6 +180,10 @@ class NativeModel:
         """As `sampling.greedy`."""
         return ops.greedy(self.library, logits)
 
+    def uniform(self, seeds: Tensor, choices: Tensor, positions: Tensor, num_groups: int) -> Tensor:
+        """As `noise.uniform`."""
+        return ops.uniform(self.library, seeds, choices, positions, num_groups)
+
     @property
     def _is_bf16(self) -> bool:
         return self.dtype == torch.bfloat16

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from kernel_support import DTYPES
 
+from polytempo.engine.noise import uniform
 from polytempo.engine.sampling import NO_TOKEN, greedy
 from polytempo.errors import InvariantError
 from polytempo.kernels import ops
@@ -173,3 +174,23 @@ def test_greedy_is_the_twin_s(library, threads, width, dtype):
         assert (is_highest.sum(-1) > 1).any() and len(set(found.tolist())) > 3
     assert torch.equal(found, greedy(x))
     assert torch.equal(found, torch.cat([ops.greedy(library, row) for row in x.split(1)]))
+
+
+@pytest.mark.parametrize("num_groups", [0, 1, 17, 1024, 5000])
+def test_uniform_is_the_twin_s(library, threads, num_groups):
+    """Addresses with all bits, negative seeds among them; groups under and over a vector and a task."""
+    generator = torch.Generator().manual_seed(num_groups)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (9,), generator=generator)
+    choices, positions = torch.randint(0, 2**32, (2, 9), generator=generator)
+    assert (seeds < 0).any() and (choices >= 2**31).any() and (positions >= 2**31).any()
+    found = ops.uniform(library, seeds, choices, positions, num_groups)
+    assert torch.equal(found, uniform(seeds, choices, positions, num_groups))
+    rows = zip(seeds.split(1), choices.split(1), positions.split(1), strict=True)
+    assert torch.equal(found, torch.cat([ops.uniform(library, *row, num_groups) for row in rows]))
+
+
+def test_uniform_refuses_what_it_would_read_wrongly(library):
+    three, two = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    for wrong in ((three, three, two), (three.int(), three, three), (torch.zeros(6).long()[::2], three, three)):
+        with pytest.raises(InvariantError):
+            ops.uniform(library, *wrong, 4)

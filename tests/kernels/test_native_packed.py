@@ -13,8 +13,9 @@ from polytempo.kernels.structs import FP4, FP8, Matrix
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 FP4_SHAPES = [(32, 1), (64, 37), (512, 70), (2048, 9)]
-FP8_SHAPES = [(1, 3), (100, 37), (129, 257), (300, 130), (2048, 9)]
-"""(K, N): under, at and over a block of scales in both directions, and over the panel of a task."""
+FP8_SHAPES = [(1, 3), (33, 9), (100, 37), (129, 257), (300, 130), (2048, 9)]
+"""(K, N): under, at and over a block of scales in both directions, over the panel of a task, and ends of K under and
+over half of the 64 columns that are decoded at once."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_products_have_the_bits_of_expanded_weights(library, dtype, kind, depth,
     codes, scales = packed(kind, depth, width)
     weight = read(kind, codes, scales, dtype)
     assert scales.numel() == 1 or len(scales.unique()) > 1
-    for rows in (0, 1, 2, 3, 5, 17, 64, 70, 128):
+    for rows in (*range(10), 17, 64, 70, 128):  # up to 8 read what is stored, more an expanded panel
         x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows)).to(dtype)
         assert torch.equal(by_packed(library, x, kind, codes, scales), ops.linear(library, x, weight)), rows
 
@@ -68,12 +69,15 @@ def test_every_code_at_every_scale_is_what_the_reader_says(library, dtype, kind,
     codes = torch.cat((codes, codes[: 256 - len(codes)])).unsqueeze(0)
     scales = torch.full((1, depth // (128 if kind == FP8 else 32)), scale, dtype=torch.uint8)
     weight = read(kind, codes, scales, dtype)
-    picked = by_packed(library, torch.eye(depth, dtype=dtype), kind, codes, scales).flatten()
+    eye = torch.eye(depth, dtype=dtype)
+    picked = by_packed(library, eye, kind, codes, scales).flatten()
+    # Read in place at up to four rows, by one expanded panel at more.
+    in_place = torch.cat([by_packed(library, rows, kind, codes, scales).flatten() for rows in eye.split(4)])
     expected = ops.linear(library, torch.eye(depth, dtype=dtype), weight).flatten()
     finite = weight.isfinite().all()  # at the highest scales single codes are not, and loading refuses those
     assert finite or scale > 240
     if finite:
-        assert torch.equal(picked, expected)
+        assert torch.equal(picked, expected) and torch.equal(in_place, expected)
         if dtype == torch.float32 or scale > 30:  # the bfloat16 dot product reads subnormals as zero
             assert torch.equal(expected, weight.flatten())
 

@@ -1,14 +1,26 @@
-"""While the kernels work, torch's own threads stay away."""
+"""The kernels' workers take part in every job, and while they work, torch's own threads stay away."""
 
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from polytempo.engine.propose import ScriptedProposer
+from polytempo.kernels.build import FLAGS, SOURCES, _compiler
 from polytempo.kernels.threads import kernel_threads, torch_on_one_thread
 from polytempo.llm import LLM
 from polytempo.types import SamplingParams
+
+
+def test_no_worker_misses_a_job(tmp_path):
+    """It saw a job while it was being written, took it for done, and left it all to the caller."""
+    flags = [flag for flag in FLAGS if flag != "-shared"]
+    source, program = Path(__file__).with_name("pool_meet.cpp"), tmp_path / "pool_meet"
+    subprocess.run([_compiler(), *flags, f"-I{SOURCES}", str(source), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture
