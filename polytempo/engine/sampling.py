@@ -118,6 +118,8 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], ops: SamplingO
         (plain if position.is_plain else other).append(index)
     if not other:
         return _sample_plain(logits, ops)
+    if not plain:
+        return _sample_processed(logits, positions, ops)
     first = _sample_plain(logits[plain], ops)
     second = _sample_processed(logits[other], [positions[i] for i in other], ops)
     place = torch.tensor(plain + other, device=logits.device).argsort()

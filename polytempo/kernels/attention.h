@@ -280,7 +280,7 @@ inline void attend_heads(const PtLayer& layer, T* q, long heads, const float* si
 template <class T>
 inline void choose_for(const PtLayer& layer, const PtState& state, const PtTokens& tokens, long token, int64_t threads,
                        const AttentionBuffers<T>& work, int64_t* chosen) {
-    const long visible = (tokens.positions[token] + 1) / layer.ratio, stretch = 16 * ENTRY_BLOCK;
+    const long visible = (tokens.positions[token] + 1) / layer.ratio, stretch = 4 * ENTRY_BLOCK;
     float* scores = PT_SCRATCH(float, visible);
     float* weights = PT_SCRATCH(float, layer.index_heads);
     const T* own = work.index_weights + token * layer.index_heads;

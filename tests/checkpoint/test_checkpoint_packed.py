@@ -107,6 +107,16 @@ def test_logits_have_the_same_bits(folder, dtype, kernels):
             assert theirs.isfinite().all() and theirs.float().std() > 0.1
 
 
+def test_groups_that_begin_amid_four_rows(tmp_path):
+    """The second group of wo_a begins at row 130: its rows 124 to 127 have two blocks of scales between them."""
+    model = uneven_model(o_lora_rank=130)
+    assert model.config.o_groups == 2
+    folder = export_model(model, tmp_path / "model", quantise="fp8")
+    expanded, packed = (model.with_kernels("native") for model in both(folder))
+    for ours, theirs in zip(steps(packed, 3), steps(expanded, 3), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_every_scale_counts(folder):
     """The fixture is not degenerate: each packed weight's scales move the logits."""
     packed = both(folder)[1].with_kernels("native")

@@ -23,14 +23,6 @@ def test_no_worker_misses_a_job(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_torch_gets_one_thread_and_the_kernels_keep_theirs(two_threads):
     assert kernel_threads() == 2
     with torch_on_one_thread():
