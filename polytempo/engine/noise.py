@@ -69,9 +69,9 @@ def _to_uniform(words: Tensor) -> Tensor:
     return (words.double() + 0.5) * 2.0**-32
 
 
-def _to_gumbel(uniform: Tensor) -> Tensor:
+def _to_gumbel(numbers: Tensor) -> Tensor:
     """Gumbel noise from uniform numbers, in their place."""
-    return uniform.log_().neg_().log_().neg_()
+    return numbers.log_().neg_().log_().neg_()
 
 
 def _blocks(seeds: Tensor, choices: Tensor, positions: Tensor, groups: Tensor) -> Tensor:
@@ -103,6 +103,7 @@ def gumbel_noise(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: T
 
 
 Uniform = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""`uniform`, or a kernel that gives the same."""
 
 
 def uniform(seeds: Tensor, choices: Tensor, positions: Tensor, num_groups: int) -> Tensor:

@@ -280,7 +280,7 @@ inline void attend_heads(const PtLayer& layer, T* q, long heads, const float* si
 template <class T>
 inline void choose_for(const PtLayer& layer, const PtState& state, const PtTokens& tokens, long token, int64_t threads,
                        const AttentionBuffers<T>& work, int64_t* chosen) {
-    const long visible = (tokens.positions[token] + 1) / layer.ratio, stretch = 4 * ENTRY_BLOCK;
+    const long visible = (tokens.positions[token] + 1) / layer.ratio, stretch = ENTRY_BLOCK;
     float* scores = PT_SCRATCH(float, visible);
     float* weights = PT_SCRATCH(float, layer.index_heads);
     const T* own = work.index_weights + token * layer.index_heads;
@@ -318,22 +318,24 @@ template <class T>
 inline void attend(const PtLayer& layer, const PtState& state, const PtTokens& tokens, AttentionBuffers<T>& work) {
     Timed timed(ATTENTION);
     const long count = tokens.count, threads = tokens.threads, top_k = layer.index_top_k;
-    const bool is_few = count < 2 * threads;
-    int64_t* chosen = PT_SCRATCH(int64_t, layer.index_heads ? count * top_k : 0);
-    auto is_chosen = [&](long token) {
+    const bool is_few = threads > 1 && count < 2 * threads;
+    auto has_choice = [&](long token) {
         return layer.index_heads && (tokens.positions[token] + 1) / layer.ratio > top_k;
     };
-    share(layer.index_heads ? count : 0, is_few ? 1 : threads, [&](long token) {
-        if (is_chosen(token))
-            choose_for(layer, state, tokens, token, is_few ? threads : 1, work, chosen + token * top_k);
-    });
+    int64_t* all_chosen = PT_SCRATCH(int64_t, is_few && layer.index_heads ? count * top_k : 0);
+    for (long token = 0; is_few && token < count; token++)
+        if (has_choice(token)) choose_for(layer, state, tokens, token, threads, work, all_chosen + token * top_k);
     const long quads = std::max(1L, layer.heads / threads / 4);
     const long heads = is_few ? std::min(HEADS_PER_PASS, 4 * quads) : layer.heads;
     const long parts = (layer.heads + heads - 1) / heads;
     share(count * parts, threads, [&](long task) {
         const long token = task / parts, first = task % parts * heads;
-        attend_token(layer, state, tokens, token, first, std::min(heads, layer.heads - first),
-                     is_chosen(token) ? chosen + token * top_k : nullptr, work);
+        int64_t* chosen = nullptr;
+        if (has_choice(token)) {
+            chosen = is_few ? all_chosen + token * top_k : PT_SCRATCH(int64_t, top_k);
+            if (!is_few) choose_for(layer, state, tokens, token, 1, work, chosen);
+        }
+        attend_token(layer, state, tokens, token, first, std::min(heads, layer.heads - first), chosen, work);
     });
 }
 

@@ -11,7 +11,7 @@ namespace pt {
 
 constexpr long ROWS_PER_TASK = 64;
 constexpr long AHEAD_BYTES = 6144;  // of weights to ask memory for before they are needed, if rows pass by once
-constexpr long BURST_BYTES = 2048;  // that memory is asked for at once
+constexpr long BURST_BYTES = 2048;  // that a single pass may ask for at once
 constexpr long TASKS_PER_THREAD = 4;  // of one product: more share the work more evenly, fewer cost less
 constexpr long PANEL_BYTES = 8192;  // of weights that stay in the first-level cache while rows pass by
 
@@ -22,7 +22,9 @@ struct Ahead {
     bool by_chunks;  // a step is long: it asks for its part evenly too
     const char* step() {
         if (!by_chunks) prefetch(next, stride);
-        return (next += stride) - stride;
+        const char* now = next;
+        next += stride;
+        return now;
     }
 };
 
@@ -45,7 +47,7 @@ struct Product {
         return w.rows(column, last, K, w.is_plain() ? nullptr : PT_SCRATCH(T, panel() * K));
     }
 
-    // R rows over columns; `ahead` walks through those behind them as they do. `columns(c, is_quad)` reads from c on.
+    // R rows over columns; `ahead` walks through those behind them as they do. `columns(c)` reads from c on.
     template <int R, class Columns>
     void some_rows(long row, long column, long last, Ahead& ahead, const Columns& columns) const {
         for (; column + 4 <= last; column += 4) {

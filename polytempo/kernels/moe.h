@@ -133,6 +133,7 @@ struct ExpertRows {
 template <class T>
 inline void moe(const PtLayer& layer, const PtTokens& tokens, const T* x, T* y) {
     const long count = tokens.count, hidden = layer.hidden, top_k = layer.top_k, pairs = count * top_k;
+    if (!count) return;
     int64_t* ids = PT_SCRATCH(int64_t, pairs);
     float* weights = PT_SCRATCH(float, pairs);
     route(layer, tokens, x, ids, weights);
@@ -170,7 +171,7 @@ inline void moe(const PtLayer& layer, const PtTokens& tokens, const T* x, T* y) 
     auto share_parts = [&](auto width_of, auto run_part) {
         share(num_tasks * parts, tokens.threads, [&](long index) {
             const ExpertRows<T> own = rows_of(tasks[index / parts]);
-            const long width = width_of(own), stretch = (width / parts / 8 + 1) * 8, first = index % parts * stretch;
+            const long width = width_of(own), stretch = (width + 8 * parts - 1) / (8 * parts) * 8, first = index % parts * stretch;
             if (first < width) run_part(own, first, std::min(width, first + stretch));
         });
     };

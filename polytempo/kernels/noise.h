@@ -1,4 +1,4 @@
-// Counter-based random numbers: Philox4x32-10 (Salmon et al. 2011), sixteen counters at a time.
+// Counter-based random numbers: Philox4x32-10 (Salmon et al. 2011), sixteen counters at a time. Twin: engine/noise.py.
 #pragma once
 
 #include <algorithm>

@@ -115,7 +115,7 @@ def uniform(library: ctypes.CDLL, seeds: Tensor, choices: Tensor, positions: Ten
     """
     for name, operand in (("seeds", seeds), ("choices", choices), ("positions", positions)):
         check_operand(name, operand, torch.int64)
-    if not seeds.shape == choices.shape == positions.shape:
+    if seeds.dim() != 1 or not seeds.shape == choices.shape == positions.shape:
         shapes = [tuple(operand.shape) for operand in (seeds, choices, positions)]
         raise InvariantError(f"kernel uniform got seeds, choices and positions of shapes {shapes}")
     out = torch.empty(len(seeds), 4 * num_groups, dtype=torch.float64)

@@ -1,4 +1,4 @@
-// Weights as checkpoints store them, expanded a panel of rows at a time to what products read.
+// Weights as checkpoints store them: decoded by the dot product, or expanded a panel of rows at a time.
 // Twin: checkpoint/quant.py. A value is code * scale in float32, then rounded to the compute dtype: the same numbers as
 // loading them expanded, so that the products behind have the same bits.
 #pragma once
@@ -203,13 +203,13 @@ struct Weights {
     long row_scales(long K) const { return kind == FP8 ? (K + FP8_BLOCK - 1) / FP8_BLOCK : K / FP4_RUN; }
 
     // Whether `passes` over a panel read it as it is stored; else it is expanded once for all of them. Measured: decoding
-    // fp8 twice costs less than a panel. Four rows from a fourth on lie in one block of scales.
+    // fp8 twice costs less than a panel. Four rows from a multiple of 4 on have one block of scales.
     bool in_place(long passes) const {
         if (kind == PLAIN) return true;
         return CAN_READ_STORED<T> && (kind == FP8 ? passes <= 2 && first_row % 4 == 0 : passes <= 1);
     }
 
-    // Calls `use` with what reads four columns from a given one on as they are stored.
+    // Calls `use` with a function from column c to what reads up to four columns from c on as they are stored.
     template <class Use>
     void read_stored(long K, const Use& use) const {
 #if defined(__AVX512VBMI__)

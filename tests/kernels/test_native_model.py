@@ -71,15 +71,12 @@ def test_threads_change_no_bit(config_name, dtype):
 @each_dtype
 @each_config
 def test_few_queries_have_the_bits_of_many(config_name, dtype, two_threads):
-    """Threads share the heads of one query, and its entries by stretches of 256; of eight queries each is one's."""
-    model, length = model_of(config_name, dtype), 1100
-    ids = random_ids(length, 3)
-    assert (length - 8) // 4 > 256 > model.config.index_topk
-    many, few = (
-        Harness(model.with_kernels("native"), replace(ENGINE, max_model_len=length)).prefill(ids, [546, 546, *sizes])
-        for sizes in ([8], [1])
-    )
-    assert torch.equal(few[-8:], many[-8:]) and many.float().std() > 0.5
+    """Threads share the heads of one query, and its entries by blocks of 64; of eight queries each is one's."""
+    model, ids = model_of(config_name, dtype), random_ids(LENGTH, 3)
+    assert (LENGTH - 8) // 4 > 64 > model.config.index_topk
+    many, three, one = (logits_of(model, "native", ids, [LENGTH - 8, *sizes]) for sizes in ([8], [3], [1]))
+    assert many.float().std() > 0.5
+    assert torch.equal(three[-8:], many[-8:]) and torch.equal(one[-8:], many[-8:])
 
 
 @each_dtype

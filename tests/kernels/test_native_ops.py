@@ -191,6 +191,8 @@ def test_uniform_is_the_twin_s(library, threads, num_groups):
 
 def test_uniform_refuses_what_it_would_read_wrongly(library):
     three, two = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    for wrong in ((three, three, two), (three.int(), three, three), (torch.zeros(6).long()[::2], three, three)):
+    square = torch.zeros(2, 2, dtype=torch.int64)
+    spread = torch.zeros(6, dtype=torch.int64)[::2]
+    for wrong in ((square,) * 3, (three, three, two), (three.int(), three, three), (spread, three, three)):
         with pytest.raises(InvariantError):
             ops.uniform(library, *wrong, 4)

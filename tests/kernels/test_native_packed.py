@@ -53,7 +53,7 @@ def test_products_have_the_bits_of_expanded_weights(library, dtype, kind, depth,
     codes, scales = packed(kind, depth, width)
     weight = read(kind, codes, scales, dtype)
     assert scales.numel() == 1 or len(scales.unique()) > 1
-    for rows in (*range(10), 17, 64, 70, 128):  # up to 8 read what is stored, more an expanded panel
+    for rows in (*range(10), 17, 64, 70, 128):  # the fewest are read in place, others from a panel
         x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows)).to(dtype)
         assert torch.equal(by_packed(library, x, kind, codes, scales), ops.linear(library, x, weight)), rows
 

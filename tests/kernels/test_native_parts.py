@@ -84,6 +84,7 @@ def test_moe(config_name, dtype, layer_idx):
         for first in (0, 130 - count):
             for threads in (1, 2):
                 part = x[first : first + count].contiguous(), ids[first : first + count].contiguous()
+                parts.moe(-part[0], part[1])  # what is not written would else be there, from a call before
                 assert torch.equal(Parts(model, layer_idx, threads).moe(*part), found[first : first + count])
 
 

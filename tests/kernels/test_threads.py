@@ -19,7 +19,7 @@ def test_no_worker_misses_a_job(tmp_path):
     flags = [flag for flag in FLAGS if flag != "-shared"]
     source, program = Path(__file__).with_name("pool_meet.cpp"), tmp_path / "pool_meet"
     subprocess.run([_compiler(), *flags, f"-I{SOURCES}", str(source), "-o", str(program)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout
 
 
