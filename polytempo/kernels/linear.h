@@ -80,7 +80,7 @@ struct Product {
                     is_steady ? 4 * row_bytes : bytes / (passes * quads) + 63 & ~63L,
                     is_steady && 4 * row_bytes > BURST_BYTES};
         if (!w.is_plain() && in_place) {
-            w.read_stored(K, [&](const auto& columns) { all_rows(row, last_row, column, last_column, ahead, columns); });
+            w.read_stored(K, [&](const auto& from) { all_rows(row, last_row, column, last_column, ahead, from); });
             return;
         }
         const T* weights = panel_weights(column, last_column);

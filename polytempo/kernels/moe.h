@@ -171,7 +171,8 @@ inline void moe(const PtLayer& layer, const PtTokens& tokens, const T* x, T* y) 
     auto share_parts = [&](auto width_of, auto run_part) {
         share(num_tasks * parts, tokens.threads, [&](long index) {
             const ExpertRows<T> own = rows_of(tasks[index / parts]);
-            const long width = width_of(own), stretch = (width + 8 * parts - 1) / (8 * parts) * 8, first = index % parts * stretch;
+            const long width = width_of(own);
+            const long stretch = (width + 8 * parts - 1) / (8 * parts) * 8, first = index % parts * stretch;
             if (first < width) run_part(own, first, std::min(width, first + stretch));
         });
     };

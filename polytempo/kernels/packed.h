@@ -81,7 +81,7 @@ inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
 #endif
 
 #if defined(__AVX512VBMI__)
-// In bfloat16 both formats are looked up: the sixteen values of fp4, and the 128 without a sign of fp8, for every scale.
+// In bfloat16 both formats are looked up: for every scale the sixteen values of fp4, and the 128 of fp8 without a sign.
 struct Bf16Tables {
     alignas(64) uint16_t fp4[256][16];
     alignas(64) uint8_t fp8[256][2][128];  // low bytes, high bytes
@@ -94,14 +94,18 @@ struct Bf16Tables {
             expand_run<bf16>(pairs, scale, values);
             memcpy(fp4[scale], values, sizeof fp4[scale]);
             expand_block<bf16>(codes, scale, 128, values);
-            for (int i = 0; i < 128; i++) fp8[scale][0][i] = values[i].bits & 255, fp8[scale][1][i] = values[i].bits >> 8;
+            for (int i = 0; i < 128; i++) {
+                fp8[scale][0][i] = values[i].bits & 255;
+                fp8[scale][1][i] = values[i].bits >> 8;
+            }
         }
     }
 };
 
 inline const Bf16Tables bf16_tables;
 
-// A run of fp4 values.
+// A run of fp4 values: one word per code, of whose bits 0 to 3 are its own. Bit 4 is the next one's, so the table is
+// there twice.
 inline Chunk<bf16> decode_run(const uint8_t* codes, uint8_t scale) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)bf16_tables.fp4[scale]));
     const __m512i quads = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i*)codes));
@@ -123,11 +127,12 @@ struct Fp8Decoder {
         Chunk<bf16> first, second;
     };
     Values decode(__m512i codes) const {
-        // Interleaving works on 128 bits: the first 32 columns' bytes go to these's lower halves.
+        // Interleaving works within 128 bits: the first 32 columns go to the lower halves of these.
         codes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
         const __m512i low = _mm512_permutex2var_epi8(low_first, codes, low_last);
         const __m512i unsigned_high = _mm512_permutex2var_epi8(high_first, codes, high_last);
-        const __m512i high = _mm512_ternarylogic_epi32(unsigned_high, codes, _mm512_set1_epi8(-128), 0xf8);  // | codes & sign
+        // 0xf8: unsigned_high | codes & the sign.
+        const __m512i high = _mm512_ternarylogic_epi32(unsigned_high, codes, _mm512_set1_epi8(-128), 0xf8);
         return {{(u16x)_mm512_unpacklo_epi8(low, high)}, {(u16x)_mm512_unpackhi_epi8(low, high)}};
     }
 };
@@ -202,8 +207,8 @@ struct Weights {
     long row_bytes(long K) const { return kind == PLAIN ? K * long(sizeof(T)) : kind == FP8 ? K : K / 2; }
     long row_scales(long K) const { return kind == FP8 ? (K + FP8_BLOCK - 1) / FP8_BLOCK : K / FP4_RUN; }
 
-    // Whether `passes` over a panel read it as it is stored; else it is expanded once for all of them. Measured: decoding
-    // fp8 twice costs less than a panel. Four rows from a multiple of 4 on have one block of scales.
+    // Whether `passes` over a panel read it as it is stored; else it is expanded once for all of them. Measured:
+    // decoding fp8 twice costs less than a panel. Four rows from a multiple of 4 on have one block of scales.
     bool in_place(long passes) const {
         if (kind == PLAIN) return true;
         return CAN_READ_STORED<T> && (kind == FP8 ? passes <= 2 && first_row % 4 == 0 : passes <= 1);
