@@ -142,7 +142,7 @@ inline void read_head(const PtLayer& layer, const PtSite& site, const PtTokens& 
         long first = task * group, count = std::min(group, tokens.count - first);
         const T* own = streams + first * hc * hidden;
         v16 pre[MAX_HC];
-        mix(own, site.fn, count, hc * hidden, hc, layer.norm_eps, 1, pre);
+        mix(own, site.fn, count, hc * hidden, hc, layer.norm_eps, 1, pre);  // one or two quads: nothing to share
         for (long k = 0; k < hc; k++) pre[k] = sigmoid16(pre[k] * site.scale[0] + site.base[k]) + float(layer.hc_eps);
         for (long token = 0; token < count; token++) {
             T* to = x + (first + token) * hidden;

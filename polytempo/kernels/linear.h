@@ -85,7 +85,7 @@ struct Product {
         }
         const T* weights = panel_weights(column, last_column);
         all_rows(row, last_row, column, last_column, ahead, [&](long c) {
-            return PanelColumns<T>{weights + (c - column) * K, K};
+            return PanelColumns<T>{{}, weights + (c - column) * K, K};
         });
     }
 

@@ -152,7 +152,7 @@ inline void expand_block(const uint8_t* codes, uint8_t scale, long count, bf16* 
     }
 }
 
-// Columns that a dot product reads as they are stored (see PlainColumns): the same values as expanded ones.
+// Columns that a dot product reads as they are stored (see StoredColumns): the same values as expanded ones.
 struct Fp4Columns {
     const uint8_t *codes, *scales;  // of the first; the others follow
     long code_stride, scale_stride;

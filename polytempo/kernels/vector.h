@@ -254,37 +254,36 @@ __attribute__((always_inline)) inline void add_products(Quad& sums, Chunk<T> row
     sums.d = Chunk<T>::dot(sums.d, row, d);
 }
 
-// Columns as a dot product reads them: WIDTH elements of K, which lie in BYTES, at a time, as one chunk or two.
 struct Nothing {};
 
+// Columns as a dot product reads them: WIDTH elements of K, which lie in BYTES, at a time, as one chunk or two, by what
+// the columns share there. These lie in memory as they are.
 template <class T>
-struct PlainColumns {
-    const T *columns[4];
-
+struct StoredColumns {
     static constexpr long WIDTH = Chunk<T>::SIZE, BYTES = WIDTH * sizeof(T);
     struct Values {
         Chunk<T> first;
     };
     Nothing shared(long) const { return {}; }
+};
+
+// Anywhere.
+template <class T>
+struct PlainColumns : StoredColumns<T> {
+    const T* columns[4];
     template <int I>
-    Values read(Nothing, long k, long count) const {
+    typename StoredColumns<T>::Values read(Nothing, long k, long count) const {
         return {read_chunk(columns[I] + k, count)};
     }
 };
 
-// Columns side by side.
+// Side by side.
 template <class T>
-struct PanelColumns {
+struct PanelColumns : StoredColumns<T> {
     const T* first;
     long stride;
-
-    static constexpr long WIDTH = Chunk<T>::SIZE, BYTES = WIDTH * sizeof(T);
-    struct Values {
-        Chunk<T> first;
-    };
-    Nothing shared(long) const { return {}; }
     template <int I>
-    Values read(Nothing, long k, long count) const {
+    typename StoredColumns<T>::Values read(Nothing, long k, long count) const {
         return {read_chunk(first + I * stride + k, count)};
     }
 };
@@ -334,7 +333,7 @@ __attribute__((noinline)) v16 dot_columns(const T* const* x, const Columns& w, l
 template <class T, int R, int C>
 inline v16 dots(const T* const* x, const T* const* w, long K) {
     constexpr int MORE = C > 1;
-    return dot_columns<T, R, C>(x, PlainColumns<T>{{w[0], w[MORE], w[2 * MORE], w[3 * MORE]}}, K);
+    return dot_columns<T, R, C>(x, PlainColumns<T>{{}, {w[0], w[MORE], w[2 * MORE], w[3 * MORE]}}, K);
 }
 
 // Lanes 4 r … 4 r + C - 1 to `to[r] + at`, for every row r.
