@@ -18,8 +18,6 @@ def make_row(num_prompt=10, num_output=3, acceptance=None, **params) -> Row:
 def policy_with(base, per_token, draft_base, per_draft, **options) -> DraftPolicy:
     """A policy whose cost models have seen exactly these straight lines: by tokens, by rows of one MTP forward."""
     policy = DraftPolicy(EngineConfig(**options))
-    for cost in (policy.verify_cost, policy.draft_cost):
-        cost.record(1, 99.0)  # cold: not kept
     for size in range(1, 9):
         policy.verify_cost.record(size, base + per_token * size)
         policy.draft_cost.record(size, draft_base + per_draft * size)

@@ -165,12 +165,12 @@ class MTPUnderScript(MTPProposer):
         self.num_proposals = 0
         self.forwards_of_step: list[tuple[int, list[int]]] = []
 
-    def propose(self, rows, streams, draft_lens) -> None:
+    def propose(self, rows, streams, draft_lens, are_kept) -> None:
         if self.pause(self.num_proposals):
             draft_lens = [0] * len(rows)
         self.num_proposals += 1
         before = self.num_forwards
-        super().propose(rows, streams, draft_lens)
+        super().propose(rows, streams, draft_lens, are_kept)
         self.forwards_of_step.append((self.num_forwards - before, list(draft_lens)))
         for item, most in zip(rows, draft_lens, strict=True):
             row = item.row

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from polytempo.engine.draft_phases import Exploring, Pause, Paying, few_drafts
 from polytempo.engine.draft_plan import Plan, best_plan
 from polytempo.engine.row import Row
-from polytempo.engine.step_cost import LinearCost
+from polytempo.engine.step_cost import LinearCost, Pace
 from polytempo.engine_config import EngineConfig
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0
@@ -80,6 +80,7 @@ class DraftPolicy:
         config: engine options.
         verify_cost: seconds of target forward and sampling by tokens fed, decode steps only.
         draft_cost: seconds of proposing per forward of the MTP block, by rows in one, a mean over a step's forwards.
+        pace: of the machine; both costs are divided by it.
         had_drafts: whether the last timed step verified any; None before the first.
         num_drafting: steps in a row that chose a draft. The first may pay for a pause: it is not timed.
         acceptance: of all rows' drafts.
@@ -91,6 +92,7 @@ class DraftPolicy:
     config: EngineConfig
     verify_cost: LinearCost = field(default_factory=LinearCost)
     draft_cost: LinearCost = field(default_factory=LinearCost)
+    pace: Pace = field(default_factory=Pace)
     had_drafts: bool | None = None
     num_drafting: int = 0
     acceptance: Acceptance = Acceptance()
@@ -105,19 +107,21 @@ class DraftPolicy:
             self.acceptance = self.acceptance.verified(num_drafted, num_accepted)
 
     def record_verifying(self, num_tokens: int, has_drafts: bool, seconds: float) -> None:
-        """Take in what a decode step took up to its commit, unless the step before was of the other kind.
+        """Take in what a decode step took up to its commit, unless the step before was of the other kind or in a rest.
 
         A step without drafts right after some with finds less of its weights in the caches and takes longer than the
         next: measured only so, drafts look as if they paid.
         """
-        if has_drafts == self.had_drafts:
-            self.verify_cost.record(num_tokens, seconds)
+        if has_drafts == self.had_drafts and not self.pause.is_untimed:
+            self.pace.record(seconds, self.verify_cost.expected(num_tokens))
+            self.verify_cost.record(num_tokens, seconds / self.pace.slowness)
         self.had_drafts = has_drafts
 
     def record_proposing(self, draft_lens: Sequence[int], seconds: float) -> None:
         """Take in what a step's drafts took, unless they are the first after some without: these pay for the pause."""
         if self.num_drafting > 1:
             num_forwards = max(draft_lens)
+            seconds /= self.pace.slowness
             self.draft_cost.record(round(sum(draft_lens) / num_forwards), seconds / num_forwards)
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
@@ -132,8 +136,11 @@ class DraftPolicy:
         config = self.config
         if config.draft_len != "auto":
             return [draft_length(row, config) for row in rows]
-        free = [place for place, row in enumerate(rows) if row.is_decoding and row.request.params.draft_len is None]
         lengths = [0] * len(rows)
+        if self.pause.is_resting and all([row.request.params.draft_len is None for row in rows]):
+            self.pause, self.num_drafting = self.pause.idled(), 0
+            return lengths
+        free = [place for place, row in enumerate(rows) if row.is_decoding and row.request.params.draft_len is None]
         if len(free) < len(rows):
             lengths = [0 if row.request.params.draft_len is None else draft_length(row, config) for row in rows]
         if self.pause.is_resting:
@@ -151,10 +158,10 @@ class DraftPolicy:
         """Lengths of rows that leave the choice to the policy, each within its room, beside rows of fixed lengths."""
         if not any(room):
             return [0] * len(rows)
-        wanted = self.exploring.wanted(self.verify_cost.count, self.draft_cost.count)
+        wanted = self.exploring.wanted(self.verify_cost.count, self.draft_cost.count, room)
         if wanted is not None:
             self.exploring = self.exploring.explored()
-            return [min(most, wanted) for most in room]
+            return wanted
         if self.pause.num_retrying:
             self.pause = self.pause.retried()
             return few_drafts(room)

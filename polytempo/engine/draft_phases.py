@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-EXPLORED = (2, 2, 2, 0, 0)
+EXPLORED = (2, 2, 0, 0)
 """Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
 drafts are cold and count for nothing. More than one draft, since the more tokens a step has the less each costs (they
 share experts): a line through steps with none and with one would never find that two pay."""
+EXPLORED_ROWS = (16, 8)
+"""Most rows that make them. All of a small batch, for what drafts of a few cost says little of all where tokens share
+experts. A large batch has its tokens on every expert and costs are a line: a part of the rows shows its slope, two
+parts that of a forward of the MTP block, and the others need not make the keys of a window."""
 MOST_EXPLORED = 32
 """Steps that explore, timed or not: while every step holds some prompt's tokens, none is timed."""
 REST = 16
 """Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
-RETRY_FIRST, RETRY_SOON, RETRY_MOST = 48, 192, 768
+REST_TIMED = 4
+"""The last of them, which are timed: the next decision is made by what a step takes then."""
+RETRY_FIRST, RETRY_SOON, RETRY_MOST = 96, 192, 768
 """Steps without drafts after which a few rows make some, to see what they cost now; a stale or unlucky measurement
 would otherwise be believed for ever. The wait doubles, up to the second where drafts lose little, to the third where
 they clearly lose; all are multiples of REST."""
@@ -25,9 +31,8 @@ another kind. The wait doubles: a beginning that few and noisy measurements spok
 CLEAR_LOSS = 0.05
 """Part of the expected speed that one draft per row must lose for the longest waits: where it loses less, trying costs
 little, and noise decides."""
-FEW_ROWS = 8
-"""Rows that try again, or an eighth if those are more: each must first make the keys of a window. All rows explore, for
-what drafts of a few cost says little of all."""
+FEW_ROWS = 2
+"""Rows that try again, or an eighth if those are more: each must first make the keys of a window."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,12 @@ class Exploring:
 
     num_steps: int = 0
 
-    def wanted(self, num_verifies: int, num_proposals: int) -> int | None:
-        """Drafts per row after so many timings of verifying and of proposing; None if costs can be believed."""
-        if (num_verifies < len(EXPLORED) or num_proposals < 2) and self.num_steps < MOST_EXPLORED:
-            return EXPLORED[num_verifies] if num_verifies < len(EXPLORED) else 1
-        return None
+    def wanted(self, num_verifies: int, num_proposals: int, room: Sequence[int]) -> list[int] | None:
+        """Lengths within the rows' room after so many timings of verifying and of proposing; None to believe costs."""
+        if num_verifies >= len(EXPLORED) and num_proposals >= 2 or self.num_steps >= MOST_EXPLORED:
+            return None
+        num_drafts = EXPLORED[num_verifies] if num_verifies < len(EXPLORED) else 1
+        return some_drafts(room, num_drafts, EXPLORED_ROWS[min(num_verifies, len(EXPLORED_ROWS) - 1)])
 
     def explored(self) -> Exploring:
         """After one more step that explored."""
@@ -71,13 +77,18 @@ class Pause:
         return self.num_idle % REST > 0
 
     @property
+    def is_untimed(self) -> bool:
+        """Whether what a step takes can be of no use."""
+        return 0 < self.num_idle % REST < REST - REST_TIMED
+
+    @property
     def is_over(self) -> bool:
         """Whether it is time to try again."""
         return self.num_idle >= self.retry_after
 
     def idled(self) -> Pause:
         """After one more step without drafts."""
-        return replace(self, num_idle=self.num_idle + 1)
+        return Pause(self.num_idle + 1, self.retry_after, self.num_retrying)
 
     def ended(self, loss: float) -> Pause:
         """After the first step that tries again, where one draft per row loses this part of the speed."""
@@ -116,9 +127,14 @@ class Paying:
 
 
 def few_drafts(room: Sequence[int]) -> list[int]:
-    """RETRY_DRAFTS for the first rows that have room, as many as it takes to tell what drafts cost."""
+    """RETRY_DRAFTS for as many rows as it takes to tell what drafts cost."""
+    return some_drafts(room, RETRY_DRAFTS, max(FEW_ROWS, sum(map(bool, room)) // 8))
+
+
+def some_drafts(room: Sequence[int], num_drafts: int, num_rows: int) -> list[int]:
+    """So many drafts for the first so many rows that have room, as far as it goes; none for the others."""
     able = [place for place, most in enumerate(room) if most]
     lengths = [0] * len(room)
-    for place in able[: max(FEW_ROWS, len(able) // 8)]:
-        lengths[place] = min(room[place], RETRY_DRAFTS)
+    for place in able[:num_rows]:
+        lengths[place] = min(room[place], num_drafts)
     return lengths

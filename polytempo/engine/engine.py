@@ -62,7 +62,7 @@ class Engine:
         self.target = Target(chosen, tables, store, config, prefix_cache)
         self.proposer = proposer or _proposer(self.target)
         shares = self.scheduler.shares_prompts
-        self.sharing = PromptSharing(store, self.scheduler, lambda: self.proposer.settle()) if shares else None
+        self.sharing = PromptSharing(store, self.scheduler) if shares else None
         self.policy = DraftPolicy(config)
         self.num_steps = 0
         self.seconds = StepSeconds()

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 
 from polytempo.cache.layout import Segment
+from polytempo.cache.streams import keep_spans
 from polytempo.engine.draw import sampling_position
 from polytempo.engine.row import Row
 from polytempo.engine.sampling import NO_TOKEN, sample
 from polytempo.engine.target import Target
 from polytempo.model.forward import mtp_catch_up
-
-MOST_NOTED = 256
-"""Tokens whose streams may wait to be copied, so that the memory of streams stays bounded by the store's. Not
-fewer: a copy has a cost of its own."""
 
 
 @dataclass(frozen=True)
@@ -42,39 +39,44 @@ class Proposer(Protocol):
     Attributes:
         per_row_positions: whether it drafts for each row at that row's own position; without it, the engine advances
             rows by COHORT.
+        can_draft: whether it ever does; if not, no step asks how many drafts pay.
+        needs_streams: whether forwards without drafts are to keep their streams in the store for it.
     """
 
     per_row_positions: bool
+    can_draft: bool
+    needs_streams: bool
 
-    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+    def propose(
+        self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int], are_kept: bool
+    ) -> None:
         """Catch up on committed positions, then draft.
 
         Args:
             rows: rows that took part in the step and go on.
             streams: [T, hc, D], the target's last-layer streams of the step's packed tokens.
             draft_lens: most drafts to make for each row; 0 for rows that are still in their prompt.
+            are_kept: whether the forward, having no drafts, has kept these streams in the store.
         """
 
     def resume(self, row: Row, streams: Tensor) -> None:
         """Take up a row whose state was restored up to kv_len; `streams` [1, hc, D] are of position kv_len − 1."""
-
-    def settle(self) -> None:
-        """Bring the store up to date: a slot is about to be copied, or written from a copy."""
 
 
 class NoProposer:
     """Plain decoding."""
 
     per_row_positions = True
+    can_draft = False
+    needs_streams = False
 
-    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+    def propose(
+        self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int], are_kept: bool
+    ) -> None:
         """Leave every row without drafts."""
 
     def resume(self, row: Row, streams: Tensor) -> None:
         """Nothing to take up."""
-
-    def settle(self) -> None:
-        """Nothing is held back."""
 
 
 class ScriptedProposer:
@@ -85,20 +87,21 @@ class ScriptedProposer:
     """
 
     per_row_positions = True
+    can_draft = True
+    needs_streams = False
 
     def __init__(self, script: Callable[[Row, int], Sequence[int]]) -> None:
         self.script = script
 
-    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+    def propose(
+        self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int], are_kept: bool
+    ) -> None:
         """Ask the script."""
         for item, draft_len in zip(rows, draft_lens, strict=True):
             item.row.drafts = list(self.script(item.row, draft_len))[:draft_len] if draft_len else []
 
     def resume(self, row: Row, streams: Tensor) -> None:
         """A script has no state."""
-
-    def settle(self) -> None:
-        """Nor does it hold any back."""
 
 
 class MTPProposer:
@@ -108,13 +111,16 @@ class MTPProposer:
     its last window are kept and nothing is computed; when it drafts, the keys it lacks are made from them, and the
     whole block runs once per draft for all rows together, each at its own position.
 
-    Streams are kept in the store, many steps at a time: a step that does not draft only notes where they are.
+    A forward without drafts keeps its tokens' streams itself; of one with drafts, those of committed tokens are kept
+    here, for a rejected draft's would take the cell of a position that is still in the window.
 
     Attributes:
         num_forwards: whole-block forwards so far.
     """
 
     per_row_positions = True
+    can_draft = True
+    needs_streams = True
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -122,22 +128,26 @@ class MTPProposer:
         # Rings of all slots end to end: a row's cell is slot · window + position mod window.
         self._kept = target.store.mtp_streams.flatten(0, 1)
         self._window = target.model.config.sliding_window
-        self._noted: list[tuple[list[int], list[int], Tensor]] = []
-        self._num_noted = 0
 
-    def propose(self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int]) -> None:
+    def propose(
+        self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int], are_kept: bool
+    ) -> None:
         """As `Proposer.propose`, in the step's inference mode.
 
         The last committed pair of a drafting row goes through the whole block.
         """
+        for item in rows:
+            item.row.drafts = []
+        if are_kept and self.target.prefix_cache is None and not any(draft_lens):
+            return
         writing, waiting = [], []
         for item, draft_len in zip(rows, draft_lens, strict=True):
-            item.row.drafts = []
             (writing if draft_len or self._is_kept(item) else waiting).append((item, draft_len))
         chain = [(item, draft_len) for item, draft_len in writing if draft_len]
         written, token_idx, previous = self._missing_pairs(writing, streams)
-        if waiting:
-            self._note_streams([item for item, _ in waiting], streams)
+        if waiting and not are_kept:
+            spans = [(item.row.slot, item.start, item.row.kv_len, item.token_idx) for item, _ in waiting]
+            keep_spans(self.target.store.mtp_streams, spans, streams)
         if written and not chain:
             self._catch_up(written, [], previous, token_idx)
         token_idx += [item.token_idx + item.row.kv_len - 1 - item.start for item, _ in chain]
@@ -153,11 +163,6 @@ class MTPProposer:
         segment = Segment(row.slot, row.kv_len - 1, row.tokens(row.kv_len, row.kv_len + 1))
         self._catch_up([segment], [], streams)
         row.mtp_len = row.kv_len
-
-    @torch.inference_mode()
-    def settle(self) -> None:
-        """Copy the streams that wait to the store."""
-        self._keep_streams()
 
     def _is_kept(self, item: CaughtUp) -> bool:
         """Whether a snapshot of the row is about to be taken, which needs its keys."""
@@ -186,7 +191,6 @@ class MTPProposer:
             now = max(start, item.start) - item.start
             token_idx += range(item.token_idx + now, item.token_idx + end - item.start)
         if cells:
-            self._keep_streams()
             streams = torch.cat((streams, self._kept[torch.tensor(cells, device=streams.device)]))
         return segments, token_idx, streams
 
@@ -196,33 +200,6 @@ class MTPProposer:
     ) -> Tensor:  # fmt: skip
         target = self.target
         return mtp_catch_up(target.model, target.tables, target.store, written, queried, streams, token_idx)
-
-    def _note_streams(self, rows: Sequence[CaughtUp], streams: Tensor) -> None:
-        """Note the streams that later keys are made of: those of each row's last window of committed positions."""
-        cells, token_idx, window = [], [], self._window
-        for item in rows:
-            start, end, first = item.start, item.row.kv_len, item.row.slot * window
-            for position in range(max(start, end - window), end):
-                cells.append(first + position % window)
-                token_idx.append(item.token_idx + position - start)
-        self._noted.append((cells, token_idx, streams))
-        self._num_noted += len(streams)
-        if self._num_noted >= MOST_NOTED:
-            self._keep_streams()
-
-    def _keep_streams(self) -> None:
-        """Copy the noted streams to their cells; of those with the same cell, the last."""
-        token_of: dict[int, int] = {}
-        offset = 0
-        for cells, token_idx, streams in self._noted:
-            token_of.update(zip(cells, [offset + token for token in token_idx] if offset else token_idx, strict=True))
-            offset += len(streams)
-        if token_of:
-            noted = torch.cat([streams for _, _, streams in self._noted]) if len(self._noted) > 1 else streams
-            if len(token_of) < len(noted):  # else they are all of them, in order
-                noted = noted[torch.tensor(list(token_of.values()), device=noted.device)]
-            self._kept.index_copy_(0, torch.tensor(list(token_of), device=noted.device), noted)
-        self._noted, self._num_noted = [], 0
 
     def _extend(
         self, chain: list[tuple[CaughtUp, int]], written: list[Segment], streams: Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polytempo.cache.fork import SlotCopy, copy_slot, paste_slot
@@ -34,15 +34,14 @@ class PromptSharing:
         num_tokens: prompt tokens that they did not compute.
     """
 
-    def __init__(self, store: RowStore, scheduler: Scheduler, settle: Callable[[], None]) -> None:
+    def __init__(self, store: RowStore, scheduler: Scheduler) -> None:
         """Begin with no copy.
 
         Args:
             store: all rows' state, of layout `ring`.
             scheduler: who runs and waits.
-            settle: `Proposer.settle`, called before state is copied or replaced.
         """
-        self.store, self.scheduler, self._settle = store, scheduler, settle
+        self.store, self.scheduler = store, scheduler
         self.num_rows = self.num_tokens = 0
         # By id(request), which is held: one that was aborted may be followed by another of the same name.
         self._kept: dict[int, _ReadPrompt] = {}
@@ -78,7 +77,6 @@ class PromptSharing:
             return
         # A reader that ended with its first token made no keys for its last chunk: followers count on none before it.
         mtp_len = num_tokens if reader.is_finished else min(reader.mtp_len, num_tokens)
-        self._settle()
         prompt = _ReadPrompt(reader.request, copy_slot(self.store, reader.slot, num_tokens), mtp_len)
         for row in takers:
             if row.slot is None:
@@ -91,7 +89,6 @@ class PromptSharing:
         num_tokens = prompt.state.num_tokens
         if not self.store.pool.fits({row.slot: num_tokens}):
             return False
-        self._settle()  # else what waits of the slot's last owner would come over the pasted state
         paste_slot(self.store, row.slot, prompt.state)
         self.num_rows += 1
         self.num_tokens += num_tokens - row.kv_len

@@ -61,15 +61,19 @@ class DraftStats:
         self.num_verifies += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
+        # A step without drafts fades the past too, so that a row that stopped drafting is tried again.
+        self.recent_examined *= RECENT_FADE
+        self.recent_accepted *= RECENT_FADE
+        if not num_drafted:
+            return
+        self.recent_examined += min(num_accepted + 1, num_drafted)
+        self.recent_accepted += num_accepted
         missing = num_drafted - len(self.drafted_at)
         self.drafted_at += [0] * missing
         self.accepted_at += [0] * missing
         for place in range(num_drafted):
             self.drafted_at[place] += 1
             self.accepted_at[place] += place < num_accepted
-        # A step without drafts fades the past too, so that a row that stopped drafting is tried again.
-        self.recent_examined = RECENT_FADE * self.recent_examined + min(num_accepted + 1, num_drafted)
-        self.recent_accepted = RECENT_FADE * self.recent_accepted + num_accepted
 
     def recent_acceptance(self, prior: float, weight: float) -> float:
         """Chance that the target agrees with the next draft, drawn towards `prior` as if `weight` drafts had said so.

@@ -58,7 +58,9 @@ def run_step(
     check_segments(segments, target.config)
     view = target.store.target_view(segments, target.model.config.compress_ratios)
     packed = time.perf_counter()
-    streams = target_forward(target.model, target.tables, target.store, view)
+    num_drafts = sum(item.num_drafts for item in planned)
+    keeps_streams = proposer.needs_streams and not num_drafts
+    streams = target_forward(target.model, target.tables, target.store, view, keeps_streams=keeps_streams)
     forwarded = time.perf_counter()
     firsts = view.first_token_idx
     _record_prompt_logprobs(target, planned, firsts, streams)
@@ -72,12 +74,12 @@ def run_step(
                 for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
     verified = time.perf_counter()
     # A prompt's tokens cost less than as many verify positions, and would pass for cheap drafts.
-    num_drafts = sum(item.num_drafts for item in planned)
-    is_timed = view.num_tokens == len(planned) + num_drafts
+    is_timed = proposer.can_draft and view.num_tokens == len(planned) + num_drafts
     if is_timed:
         policy.record_verifying(view.num_tokens, num_drafts > 0, verified - started)
-    draft_lens = policy.lengths([item.row for item in going_on])
-    proposer.propose(going_on, streams, draft_lens)
+    rows = [item.row for item in going_on]
+    draft_lens = policy.lengths(rows) if proposer.can_draft else [0] * len(rows)
+    proposer.propose(going_on, streams, draft_lens, keeps_streams)
     proposed = time.perf_counter()
     if target.prefix_cache is not None:
         for item in going_on:

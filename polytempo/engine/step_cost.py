@@ -15,6 +15,30 @@ MOST_SIZES = 32
 """Sizes that are remembered."""
 OWN_WEIGHT = 2.0
 """How many fresh measurements of a size's own weigh as much as the line through all: experts make costs concave."""
+PACE_GAIN = 0.3
+"""How much of a step's surprise is laid to the machine's pace: it is followed within some four steps."""
+MOST_SURPRISE = 1.25
+"""Most that one step may say of it, either way: something else that ran for a moment is not a pace."""
+
+
+@dataclass
+class Pace:
+    """How slow the machine runs at present, against what its costs are measured in.
+
+    Clocks, other programs and other tenants make every step a third longer for a second and then let go. Costs of steps
+    with and without drafts are seen at different times; divided by the pace of their time they can be compared.
+
+    Attributes:
+        slowness: 1 at first; only its changes mean anything.
+    """
+
+    slowness: float = 1.0
+
+    def record(self, seconds: float, expected: float) -> None:
+        """Take in one step, which should take so many seconds at slowness 1; 0 if nobody knows."""
+        if expected > 0.0 and seconds > 0.0:
+            surprise = seconds / (expected * self.slowness)
+            self.slowness *= min(max(surprise, 1 / MOST_SURPRISE), MOST_SURPRISE) ** PACE_GAIN
 
 
 @dataclass
@@ -36,16 +60,21 @@ class LinearCost:
     _line: tuple[float, float] | None = None
 
     def record(self, size: int, seconds: float) -> None:
-        """Add one measurement; older ones fade, and the first, of cold caches, is not kept."""
+        """Add one measurement; older ones fade."""
         self.count += 1
-        if self.count == 1:
-            return
         if self.count < FIT_EVERY or self.count % FIT_EVERY == 0:
             self._line = None
         seen, _ = self.recent.get(size, ([], 0))
         self.recent[size] = ([*seen[1 - MEDIAN_OVER :], seconds], self.count)
         if len(self.recent) > MOST_SIZES:
             del self.recent[min(self.recent, key=lambda size: self.recent[size][1])]
+
+    def expected(self, size: int) -> float:
+        """Seconds that this size is believed to take; 0 if it was never measured."""
+        if size not in self.recent:
+            return 0.0
+        base, slope = self.line
+        return base + slope * size + self.excess.get(size, 0.0)
 
     @property
     def line(self) -> tuple[float, float]:

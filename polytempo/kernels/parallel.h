@@ -62,7 +62,8 @@ public:
 
 private:
     static constexpr uint64_t CLOSED = 0xffffffff;
-    static constexpr auto SPIN = std::chrono::microseconds(100);
+    // Longer than the host's work between two forwards of few rows: waking a sleeper costs more than it saves.
+    static constexpr auto SPIN = std::chrono::microseconds(250);
 
     std::mutex in_use, mutex;
     std::condition_variable wake;

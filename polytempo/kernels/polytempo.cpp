@@ -6,6 +6,7 @@
 #include "moe.h"
 #include "mtp.h"
 #include "noise.h"
+#include "streams.h"
 
 #define PT_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -55,7 +56,7 @@ inline PtTokens with_angles(PtTokens tokens, const PtAngles& angles) {
 
 template <class T>
 void target(const PtLayer* layers, const PtState* states, const PtAngles* angles, long num_layers,
-            const PtTokens& tokens, const T* embed, T* to) {
+            const PtTokens& tokens, const T* embed, T* to, T* kept, long window) {
     const long hc = layers->hc, hidden = layers->hidden, group = 32;
     T* other = PT_SCRATCH(T, tokens.count * hc * hidden);
     T *streams = num_layers % 2 ? other : to, *next = num_layers % 2 ? to : other;
@@ -69,6 +70,7 @@ void target(const PtLayer* layers, const PtState* states, const PtAngles* angles
         block(layers[i], states[i], own, own, streams, next);
         std::swap(streams, next);
     }
+    if (kept) keep_streams(tokens, to, kept, window, hc * hidden);
 }
 
 // source: which of the streams belong to which token, null for all in order.
@@ -108,14 +110,17 @@ void logits(const PtLayer& layer, const PtHead& head, const PtTokens& tokens, co
 
 using pt::bf16;
 
-// Tokens through all layers, writing their state, to last-layer streams [T, hc, D]. Returns the first token whose id has
-// no embedding, before anything is written; -1 if there is none.
+// Tokens through all layers, writing their state, to last-layer streams [T, hc, D]; these go to kept [slots, window, hc,
+// D] too, if it is not null. Returns the first token whose id has no embedding, before anything is written; -1 if there
+// is none.
 PT_EXPORT int64_t pt_target(const PtLayer* layers, const PtState* states, const PtAngles* angles, int64_t num_layers,
-                            const PtTokens* tokens, const void* embed, int64_t vocab, void* to) {
+                            const PtTokens* tokens, const void* embed, int64_t vocab, void* to, void* kept,
+                            int64_t window) {
     const int64_t unknown = pt::find_unknown(*tokens, vocab);
     if (unknown >= 0) return unknown;
-    PT_DISPATCH(pt::target(layers, states, angles, num_layers, *tokens, (const bf16*)embed, (bf16*)to),
-                pt::target(layers, states, angles, num_layers, *tokens, (const float*)embed, (float*)to));
+    PT_DISPATCH(
+        pt::target(layers, states, angles, num_layers, *tokens, (const bf16*)embed, (bf16*)to, (bf16*)kept, window),
+        pt::target(layers, states, angles, num_layers, *tokens, (const float*)embed, (float*)to, (float*)kept, window));
     return -1;
 }
 

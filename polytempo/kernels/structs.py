@@ -89,7 +89,7 @@ class Head(ctypes.Structure):
 
 _ALL = (Site, Matrix, CompressorWeights, Layer, Mtp, Pool, State, Tokens, Angles, Head)
 _SIGNATURES: dict[str, Sequence[type]] = {
-    "pt_target": (*(POINTER,) * 3, INT, POINTER, POINTER, INT, POINTER),
+    "pt_target": (*(POINTER,) * 3, INT, POINTER, POINTER, INT, POINTER, POINTER, INT),
     "pt_mtp": (*(POINTER,) * 5, INT, INT, *(POINTER,) * 3),
     "pt_attention": (POINTER,) * 5,
     "pt_site": (POINTER,) * 7,

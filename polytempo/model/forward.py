@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polytempo.cache.layout import Segment
 from polytempo.cache.store import RowStore
+from polytempo.cache.streams import keep_forward
 from polytempo.cache.view import BatchView
 from polytempo.cache.window import WindowLayout
 from polytempo.model.cached_attention import CachedAttention, write_window
@@ -20,8 +21,9 @@ from polytempo.model.rope import RopeTables
 
 @torch.inference_mode()
 def target_forward(
-    model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView, caller_mask: Tensor | None = None
-) -> Tensor:
+    model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView, caller_mask: Tensor | None = None,
+    keeps_streams: bool = False,
+) -> Tensor:  # fmt: skip
     """Run the target over the view's tokens, writing their state.
 
     Args:
@@ -30,6 +32,7 @@ def target_forward(
         store: state of all rows; the view's rows must hold everything before their tokens.
         view: the packed tokens.
         caller_mask: added to every layer's scores of raw keys; see `check_caller_mask` for its shapes.
+        keeps_streams: whether the tokens' last-layer streams go to `store.mtp_streams` too; none may be a draft.
 
     Returns:
         Last-layer streams [T, hc, D] before hc_head, in the model dtype.
@@ -38,12 +41,14 @@ def target_forward(
         ConfigError: the caller's mask does not fit this forward; nothing was written.
     """
     if caller_mask is None and uses_kernels(model, store.target_windows):
-        return model.native.target(tables, store, view)
+        return model.native.target(tables, store, view, keeps_streams)
     if caller_mask is not None:
         caller_mask = check_caller_mask(caller_mask, view, model.config.num_attention_heads)
     streams = model.embed_streams(view.token_ids)
     for layer, state in zip(model.layers, store.layers, strict=True):
         streams = layer(streams, view.token_ids, CachedAttention(state, view, tables, caller_mask))
+    if keeps_streams:
+        keep_forward(store.mtp_streams, view, streams)
     return streams
 
 

@@ -119,13 +119,17 @@ class NativeModel:
         """Copies and pickles of a model get None, and build pointers of their own."""
         return type(None), ()
 
-    def target(self, tables: RopeTables, store: RowStore, view: BatchView) -> Tensor:
+    def target(
+        self, tables: RopeTables, store: RowStore, view: BatchView, keeps_streams: bool = False
+    ) -> Tensor:
         """As `forward.target_forward`."""
         out = self.embed.weight.new_empty(view.num_tokens, *self.streams_shape)
+        kept = store.mtp_streams
         bound = self._bind(self.layers, store.layers, tables, view)
         unknown = self.library.pt_target(
             self.layers, bound.states, bound.angles, len(self.layers), ctypes.byref(self._tokens(view)),
-            self.first_weight, self.vocab_size, out.data_ptr(),
+            self.first_weight, self.vocab_size, out.data_ptr(), kept.data_ptr() if keeps_streams else None,
+            kept.shape[1],
         )  # fmt: skip
         self._check_known(unknown, view)
         return out

@@ -8,10 +8,13 @@ from draft_support import make_row, policy_with
 from polytempo.engine.draft_length import DraftPolicy, draft_length
 from polytempo.engine.draft_phases import (
     EXPLORED,
+    EXPLORED_ROWS,
+    FEW_ROWS,
     LOOK_FIRST,
     LOOK_MOST,
     MOST_EXPLORED,
     REST,
+    REST_TIMED,
     RETRY_DRAFTS,
     RETRY_FIRST,
     RETRY_MOST,
@@ -76,18 +79,28 @@ def test_auto_explores_first():
     assert cold.lengths([row]) == [1], "no draft was timed yet"
 
 
+def test_of_a_large_batch_a_part_explores():
+    """Two parts of it, for two sizes of a forward of the MTP block; all of a small one."""
+    for num_rows in (4, max(EXPLORED_ROWS), 128):
+        policy, rows = DraftPolicy(EngineConfig()), [make_row(max_tokens=3), *(make_row() for _ in range(num_rows))]
+        for most in EXPLORED_ROWS:
+            count = min(num_rows, most)
+            assert policy.lengths(rows) == [0] + [EXPLORED[0]] * count + [0] * (num_rows - count)
+            policy.verify_cost.record(num_rows, 1.0)
+    assert num_rows > 2 * max(EXPLORED_ROWS) and EXPLORED_ROWS[0] > EXPLORED_ROWS[1]
+
+
 def test_auto_tries_again_after_many_steps_without_drafts():
     """A few drafts for rows with room, ever more seldom where they lose much; what was measured then decides."""
     policy = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
     rows = [make_row(acceptance=0.9), make_row(acceptance=0.9, max_tokens=4)]
     waits = retry_waits(policy, rows, 8 * RETRY_MOST)
-    assert waits[:5] == [RETRY_FIRST * 2**k for k in range(5)] == [*waits[:4], RETRY_MOST]
-    assert set(waits[5:]) == {RETRY_MOST} and len(waits) > 7
-    for num_rows, few in ((9, 8), (128, 16)):
+    assert waits[:4] == [RETRY_FIRST * 2**k for k in range(4)] == [*waits[:3], RETRY_MOST]
+    assert set(waits[4:]) == {RETRY_MOST} and len(waits) > 6
+    for num_rows, few in ((1, 1), (9, FEW_ROWS), (128, 16)):
         many = [make_row(acceptance=0.9) for _ in range(num_rows)]
         policy.pause = Pause(num_idle=RETRY_MOST, retry_after=RETRY_MOST)
         assert sum(policy.lengths(many)) == few * RETRY_DRAFTS
-        assert sum(DraftPolicy(EngineConfig()).lengths(many)) == num_rows * EXPLORED[0]
     policy.pause = Pause(retry_after=RETRY_MOST)
     for _ in range(40):
         for size in range(1, 9):
@@ -162,7 +175,35 @@ def test_the_first_step_of_its_kind_is_not_timed():
     policy = DraftPolicy(EngineConfig())
     for size, has_drafts in ((3, True), (3, True), (4, True), (1, False), (1, False), (1, False), (2, True)):
         policy.record_verifying(size, has_drafts, float(size))
-    assert policy.verify_cost.recent == {4: ([4.0], 2), 1: ([1.0, 1.0], 4)}, "the first of all is cold besides"
+    assert policy.verify_cost.recent == {3: ([3.0], 1), 4: ([4.0], 2), 1: ([1.0, 1.0], 4)}
+
+
+def test_a_rest_is_timed_at_its_end():
+    """Nothing before is of use when the next decision is made."""
+    policy = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
+    before, timed, rows = policy.verify_cost.count, [], [make_row(acceptance=0.9)]
+    policy.had_drafts = False
+    for _ in range(REST):
+        assert policy.lengths(rows) == [0]
+        policy.record_verifying(1, False, 1.0)
+        timed.append(policy.verify_cost.count - before)
+    assert timed == [0] * (REST - REST_TIMED - 1) + list(range(1, REST_TIMED + 2))
+
+
+@pytest.mark.parametrize("slowdown", [1 / 1.6, 1.6])
+def test_a_pace_that_changes_between_drafts_and_none_speaks_for_neither(slowdown):
+    """Steps with drafts are seen before the machine changes its pace by 60 percent, most of those without after it."""
+    policy = DraftPolicy(EngineConfig())
+    policy.had_drafts = True
+    for _ in range(6):
+        policy.record_verifying(3, True, 3.0)
+    for pace in [1.0] * 4 + [slowdown] * 20:
+        policy.record_verifying(1, False, pace)
+    policy.num_drafting = 2
+    policy.record_proposing([2], 0.5 * slowdown)
+    assert policy.verify_cost.expected(3) / policy.verify_cost.expected(1) == pytest.approx(3.0, rel=0.15)
+    assert policy.draft_cost.expected(1) / policy.verify_cost.expected(1) == pytest.approx(0.25, rel=0.15)
+    assert policy.pace.slowness == pytest.approx(slowdown, rel=0.15)
 
 
 def test_drafts_are_timed_by_forward():
@@ -170,7 +211,7 @@ def test_drafts_are_timed_by_forward():
     policy = DraftPolicy(EngineConfig(), num_drafting=2)
     for _ in range(3):
         policy.record_proposing([2, 1, 0, 1, 2], 0.5)
-    assert policy.draft_cost.recent == {3: ([0.25, 0.25], 3)}
+    assert policy.draft_cost.recent == {3: ([0.25] * 3, 3)}
     policy.num_drafting = 1
     policy.record_proposing([2, 1, 0, 1, 2], 9.0)
     assert policy.draft_cost.count == 3, "the first after a pause"

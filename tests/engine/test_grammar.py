@@ -148,9 +148,9 @@ def test_drafts_are_drawn_under_the_grammar():
     llm, num_checked = tiny_llm(draft_len=3), 0
     propose = llm.engine.proposer.propose
 
-    def checked(rows, streams, draft_lens):
+    def checked(rows, streams, draft_lens, are_kept):
         nonlocal num_checked
-        propose(rows, streams, draft_lens)
+        propose(rows, streams, draft_lens, are_kept)
         for row in (item.row for item in rows):
             drafts = row.drafts[: row.drafts.index(257)] if 257 in row.drafts else row.drafts
             assert row.grammar.mask_after(row.output_token_ids, drafts) is not None
@@ -204,8 +204,7 @@ def test_row_set_back_between_draft_and_verify(plain):
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 def test_rows_go_on_beside_one_that_starts_over(kernels, monkeypatch):
-    """Its options run out behind accepted drafts. What is noted of its neighbour's streams once was unreadable then."""
-    monkeypatch.setattr("polytempo.engine.propose.MOST_NOTED", 6)
+    """Its options run out behind accepted drafts. Of its streams nothing is kept then, of others' all."""
     (allowed,) = byte_tokenizer().encode("a", add_special_tokens=False)
     ends = SamplingParams(temperature=0.0, max_tokens=40, regex="a{11}b", allowed_token_ids=[allowed])
     plain = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, draft_len=0)

@@ -79,8 +79,8 @@ def test_any_plan_of_any_rows(rows, step):
         return [token if place < right else (token + 1) % VOCAB for place, token in enumerate(ids)]
 
     class Counting(ScriptedProposer):
-        def propose(self, items, streams, draft_lens):
-            super().propose(items, streams, draft_lens)
+        def propose(self, items, streams, draft_lens, are_kept):
+            super().propose(items, streams, draft_lens, are_kept)
             for item in items:
                 seen[id(item.row)] += item.row.is_decoding
 

@@ -26,7 +26,6 @@ from speculation_support import (
 )
 from support import TINY
 
-from polytempo.engine import propose
 from polytempo.llm import LLM
 from polytempo.types import SamplingParams
 
@@ -156,21 +155,6 @@ def test_keys_after_a_pause_are_whole(pause):
     never, after = keys
     assert len(after) >= 15 and after.keys() <= never.keys()
     assert all(torch.equal(never[length], kept) for length, kept in after.items())
-
-
-@pytest.mark.parametrize("most", [1, 7, 60, 10_000])
-def test_streams_wait_in_bounds(most, monkeypatch):
-    """Streams of rows that pause wait together to be copied: how many changes no draft, and is bounded."""
-    monkeypatch.setattr(propose, "MOST_NOTED", most)
-    llm = make_llm(model_of(), draft_len=2)
-    proposer = llm.engine.proposer = MTPUnderScript(llm.engine.target, None, lambda number: number % 25 < 20)
-    rows = [llm.rows_of(list(prompt_of(length)), replace(SHORT, max_tokens=60))[0] for length in (3, 126, 20)]
-    for row in rows:
-        llm.engine.add([row])
-    waiting: list[int] = []
-    drive(llm, after_step=lambda _: waiting.append(proposer._num_noted))
-    assert max(waiting) < most and (max(waiting) > 100) == (most > 1000)
-    assert assert_reference(proposer, rows, replace(GREEDY, max_tokens=60)) > 8
 
 
 def test_only_decode_steps_are_timed():

@@ -2,13 +2,12 @@
 
 import pytest
 
-from polytempo.engine.step_cost import MEDIAN_OVER, MOST_SIZES, LinearCost
+from polytempo.engine.step_cost import MEDIAN_OVER, MOST_SIZES, MOST_SURPRISE, PACE_GAIN, LinearCost, Pace
 
 
 def test_linear_cost_recovers_a_line_and_forgets():
     cost = LinearCost()
-    cost.record(50, 1000.0)
-    assert cost.line == (0.0, 0.0), "the first measurement is cold"
+    assert cost.line == (0.0, 0.0) and cost.expected(3) == 0.0
     for size in (1, 4, 9, 2, 7):
         cost.record(size, 0.5 + 0.25 * size)
     assert cost.line == pytest.approx((0.5, 0.25))
@@ -43,6 +42,29 @@ def test_a_size_costs_what_its_last_measurements_say():
         for _ in range(count):
             cost.record(3, seconds)
     assert cost.line == (2.0, 0.0)
+
+
+def test_a_pace_is_followed_but_not_a_moment():
+    pace = Pace()
+    for _ in range(12):
+        pace.record(1.5, 1.0)
+    assert pace.slowness == pytest.approx(1.5, rel=0.01)
+    pace.record(100.0, 1.0)
+    assert 1.5 < pace.slowness < 1.5 * MOST_SURPRISE**PACE_GAIN * 1.01 < 1.62, "something else ran"
+    held = pace.slowness
+    for seconds, expected in ((1.0, 0.0), (0.0, 1.0)):
+        pace.record(seconds, expected)
+    assert pace.slowness == held, "nothing is known, or nothing was measured"
+
+
+def test_what_a_size_is_expected_to_take():
+    """The line, and what its own measurements say beyond it; nothing of sizes that were never seen."""
+    cost = LinearCost()
+    for size, seconds in ((1, 1.0), (2, 2.0), (4, 4.0), (8, 20.0)):
+        for _ in range(MEDIAN_OVER):
+            cost.record(size, seconds)
+    base, slope = cost.line
+    assert abs(cost.expected(8) - 20.0) < abs(base + slope * 8 - 20.0) and cost.expected(3) == 0.0
 
 
 def test_sizes_are_remembered_in_bounds():
