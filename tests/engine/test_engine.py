@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import TINY, random_ids, random_model
 
+from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine_config import EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.llm import LLM
@@ -219,3 +220,12 @@ def test_options_are_checked(model):
         EngineConfig(max_chunk=0)
     with pytest.raises(RequestError, match="2 params for 1 prompts"):
         make_llm(model).generate([[1]], [SamplingParams(), SamplingParams()])
+
+
+def test_without_drafts_nothing_is_asked_of_the_policy(model, monkeypatch):
+    """It costs a twentieth of a step of 64 rows; draft_len is "auto" unless said otherwise."""
+    llm = make_llm(model, speculate="none", draft_len="auto")
+    for name in ("lengths", "record_verifying"):
+        monkeypatch.setattr(DraftPolicy, name, lambda *_: pytest.fail("asked"))
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    assert len(llm.generate([[3, 4, 5]], params, progress=False)[0].outputs[0].token_ids) == 5
