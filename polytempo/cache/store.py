@@ -14,6 +14,7 @@ from polytempo.cache.layout import BLOCK, LayerShape, Segment, StateShape
 from polytempo.cache.pool import NULL_BLOCK, EntryPool, RatioPool
 from polytempo.cache.view import BatchView
 from polytempo.cache.window import WindowLayout, window_layout
+from polytempo.device import to_device
 
 CACHE_LINE = 64  # bytes
 
@@ -70,7 +71,7 @@ class PooledState:
         if missing > 0:
             self.entries = torch.cat((self.entries, self.entries.new_zeros(missing, *self.entries.shape[1:])))
         if pool.fresh:
-            self.entries[torch.tensor(pool.fresh, device=self.entries.device)] = 0.0
+            self.entries[to_device(pool.fresh, self.entries.device)] = 0.0
 
 
 @dataclass(frozen=True, eq=False)

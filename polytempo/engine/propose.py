@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polytempo.cache.layout import Segment
+from polytempo.device import to_device
 from polytempo.engine.draw import sampling_position
 from polytempo.engine.row import Row
 from polytempo.engine.sampling import NO_TOKEN, sample
@@ -187,7 +188,7 @@ class MTPProposer:
             token_idx += range(item.token_idx + now, item.token_idx + end - item.start)
         if cells:
             self._keep_streams()
-            streams = torch.cat((streams, self._kept[torch.tensor(cells, device=streams.device)]))
+            streams = torch.cat((streams, self._kept[to_device(cells, streams.device)]))
         return segments, token_idx, streams
 
     def _catch_up(
@@ -220,8 +221,8 @@ class MTPProposer:
         if token_of:
             noted = torch.cat([streams for _, _, streams in self._noted]) if len(self._noted) > 1 else streams
             if len(token_of) < len(noted):  # else they are all of them, in order
-                noted = noted[torch.tensor(list(token_of.values()), device=noted.device)]
-            self._kept.index_copy_(0, torch.tensor(list(token_of), device=noted.device), noted)
+                noted = noted[to_device(list(token_of.values()), noted.device)]
+            self._kept.index_copy_(0, to_device(list(token_of), noted.device), noted)
         self._noted, self._num_noted = [], 0
 
     def _extend(
