@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.cache.layout import check_segments
+from polytempo.device import to_device
 from polytempo.engine.accept import Verdict, accept, advance
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.draw import logprob_entries, sampling_position
@@ -99,12 +100,13 @@ def _verify(
         positions += [sampling_position(item.row, item.drafts[:place]) for place in range(item.num_drafts + 1)]
         rows += [item.row] * (item.num_drafts + 1)
     if len(token_idx) < len(streams):
-        streams = streams[torch.tensor(token_idx, device=streams.device)]
+        streams = streams[to_device(token_idx, streams.device)]
     logits = target.model.logits(streams)
     drawn = sample(logits, positions, target.sampling_ops)
-    failures = drawn.failures()
     entries = logprob_entries(rows, logits, drawn.token_ids)
-    token_ids = [None if place in failures else token for place, token in enumerate(drawn.token_ids.tolist())]
+    drawn_ids = drawn.token_ids.tolist()
+    failures = drawn.failures(drawn_ids)
+    token_ids = [None if place in failures else token for place, token in enumerate(drawn_ids)]
     starts, verdicts = [], []
     place = 0
     for item in planned:
@@ -167,5 +169,5 @@ def _record_prompt_logprobs(
         new = max(start, len(request.prompt_logprobs) - 1)
         if end > new:
             logits = target.model.logits(streams[first + new - start : first + end - start])
-            following = torch.tensor(request.prompt_token_ids[new + 1 : end + 1], device=logits.device)
+            following = to_device(request.prompt_token_ids[new + 1 : end + 1], logits.device)
             request.prompt_logprobs += gather_logprobs(logits, following, request.params.prompt_logprobs)
