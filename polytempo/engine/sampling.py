@@ -243,11 +243,11 @@ def _add_bias(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
 def _count(like: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
     """How often each token occurs in each of N histories: [N, V] float32, exact below 2**24 occurrences."""
     num_rows, vocab_size = like.shape
-    lengths = torch.tensor([len(history) for history in histories])
-    ids = torch.tensor(list(chain.from_iterable(histories)), dtype=torch.int64)
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise InvariantError(f"token ids {int(ids.min())}..{int(ids.max())} beside logits of {vocab_size} tokens")
-    cells = (torch.arange(num_rows).repeat_interleave(lengths) * vocab_size + ids).to(like.device, non_blocking=True)
+    lengths = [len(history) for history in histories]
+    ids = np.fromiter(chain.from_iterable(histories), np.int64, sum(lengths))
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise InvariantError(f"token ids {ids.min()}..{ids.max()} beside logits of {vocab_size} tokens")
+    cells = to_device(np.arange(num_rows).repeat(lengths) * vocab_size + ids, like.device)
     # Not bincount, which waits for the device to learn the size of its result. Sums of ones are exact in any order.
     counts = torch.zeros(num_rows * vocab_size, dtype=torch.float32, device=like.device)
     return counts.index_add_(0, cells, torch.ones_like(cells, dtype=torch.float32)).view(num_rows, vocab_size)
