@@ -29,6 +29,7 @@ from polytempo.engine.row import Row
 from polytempo.engine.sampling import sample
 from polytempo.engine.scheduler import PlannedRow
 from polytempo.engine.stats import StepSeconds
+from polytempo.engine.step_clock import StepClock
 from polytempo.engine.target import Target
 from polytempo.engine_config import AdvanceMode
 from polytempo.model.forward import target_forward
@@ -54,13 +55,13 @@ def run_step(
     Returns:
         What each phase took.
     """
-    started = time.perf_counter()
+    clock = StepClock(target.store.device)
     segments = [item.segment for item in planned]
     check_segments(segments, target.config)
     view = target.store.target_view(segments, target.model.config.compress_ratios)
-    packed = time.perf_counter()
+    clock.mark()
     streams = target_forward(target.model, target.tables, target.store, view)
-    forwarded = time.perf_counter()
+    clock.mark()
     firsts = view.first_token_idx
     _record_prompt_logprobs(target, planned, firsts, streams)
     verifying = [place for place, item in enumerate(planned) if item.reaches_end]
@@ -71,21 +72,22 @@ def run_step(
         _verify(target, policy, mode, *chosen, streams)
     going_on = [CaughtUp(item.row, item.segment.start, first)
                 for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
-    verified = time.perf_counter()
+    verified = clock.mark()  # the device is not behind: the drawn tokens were read
     # A prompt's tokens cost less than as many verify positions, and would pass for cheap drafts.
     num_drafts = sum(item.num_drafts for item in planned)
     is_timed = view.num_tokens == len(planned) + num_drafts
     if is_timed:
-        policy.record_verifying(view.num_tokens, num_drafts > 0, verified - started)
+        policy.record_verifying(view.num_tokens, num_drafts > 0, verified)
     draft_lens = policy.lengths([item.row for item in going_on])
     proposer.propose(going_on, streams, draft_lens)
-    proposed = time.perf_counter()
+    clock.mark()
     if target.prefix_cache is not None:
         for item in going_on:
             target.prefix_cache.keep(item.row, item.start, streams[item.token_idx :])
+    seconds = StepSeconds(*clock.phases())
     if is_timed:
-        policy.record_proposing(draft_lens, proposed - verified)
-    return StepSeconds(packed - started, forwarded - packed, verified - forwarded, proposed - verified)
+        policy.record_proposing(draft_lens, seconds.propose)
+    return seconds
 
 
 def _verify(
