@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -65,6 +66,16 @@ def _cuda_device(device: torch.device) -> torch.device:
         found = "there is only 'cuda:0'" if count == 1 else f"there are 'cuda:0' to 'cuda:{count - 1}'"
         raise ConfigError(f"option 'device' is {str(device)!r}, but {found}")
     return torch.device("cuda", index)
+
+
+@contextmanager
+def current_device(device: torch.device) -> Iterator[None]:
+    """Make a device the calling thread's current one: kernels that are launched by hand run on that."""
+    if device.type == CPU:
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
 
 
 def describe_device(device: torch.device) -> str:

@@ -19,6 +19,7 @@ from polytempo.checkpoint.packed import RawReader, build_packed, may_overflow, p
 from polytempo.checkpoint.quant import FP8_BLOCK, dequantise_fp4, dequantise_fp8
 from polytempo.checkpoint.reader import Checkpoint, CheckpointReport, LoadItem, read_checkpoint
 from polytempo.config import ModelConfig
+from polytempo.device import resolve_device
 from polytempo.errors import CheckpointError, ConfigError, unknown_option
 from polytempo.model.deepseek_v4 import DeepseekV4
 
@@ -45,7 +46,7 @@ def load_model(
         path: checkpoint directory.
         dtype: of the weights: "float32", "bfloat16", a torch dtype, or "auto" for the config's own. Norms,
             hyper-connections, gates and sinks are float32 whatever this says.
-        device: where the weights go.
+        device: where the weights go; see `resolve_device`.
         require_mtp: fail if the checkpoint cannot speculate, with the list of what is missing.
         progress: show a bar on stderr if that is a terminal.
         weights: "expanded" turns quantised weights into `dtype`; "packed" leaves them as the checkpoint stores them,
@@ -57,11 +58,12 @@ def load_model(
 
     Raises:
         CheckpointError: see `read_checkpoint`; also a scale of NaN, or a weight that is not finite.
-        ConfigError: config.json is not a model that can be built, `dtype` is not supported, or `weights` is
-            "packed" and no weight is quantised.
+        ConfigError: config.json is not a model that can be built, `dtype` is not supported, the device cannot be used,
+            or `weights` is "packed" and no weight is quantised.
     """
     if weights not in WEIGHTS:
         raise ConfigError("option 'weights': " + unknown_option("value", str(weights), WEIGHTS))
+    device = resolve_device(device)
     checkpoint = read_checkpoint(path, require_mtp)
     model_dtype = resolve_dtype(dtype, checkpoint.config)
     if weights == "packed":
