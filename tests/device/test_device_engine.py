@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
+import torch
 from fake_cuda import DEVICE, Answers, Refusals, fake_cuda, shape_only_experts
 from speculation_support import make_llm
 from support import with_ratios
 
 from polytempo.cache.snapshot import SPAN
+from polytempo.engine import step as step_module
 from polytempo.engine.row import Row
 from polytempo.llm import LLM
 from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.model.forward import target_forward as forward
 from polytempo.model.moe import Experts
 from polytempo.types import SamplingParams
 
@@ -121,3 +126,23 @@ def test_left_aligned_rows_and_cohorts_run_on_a_device():
             llm.engine.add([row])
         check(waits_by_step(llm, rows, 7, 8, 7))
         assert all(row.error is None for row in rows)
+
+
+def test_a_step_makes_its_device_the_current_one(monkeypatch):
+    """Kernels that are launched by hand run on the thread's current device, whatever device their tensors are on."""
+    current = []
+
+    @contextmanager
+    def make_current(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    seen = []
+    monkeypatch.setattr(step_module, "target_forward", lambda *args: seen.append(list(current)) or forward(*args))
+    with fake_cuda():
+        monkeypatch.setattr(torch.cuda, "device", make_current)
+        llm = fake_llm()
+        llm.engine.add(llm.rows_of(prompt_of(5), params(max_tokens=1)))
+        waits_by_step(llm, [], 7)
+    assert seen == [[DEVICE]] and not current

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import polytempo.llm as llm_module
+from polytempo import invariance
 from polytempo.checkpoint.load import load_model
+from polytempo.cli import cli
 from polytempo.device import resolve_device, to_device, upload
 from polytempo.engine import step_clock
 from polytempo.errors import ConfigError
@@ -146,3 +149,37 @@ def test_on_the_cpu_a_phase_is_the_host_s(monkeypatch):
     clock = step_clock.StepClock(torch.device("cpu"))
     assert [clock.mark() for _ in range(3)] == [1.0, 3.0, 6.0]
     assert clock.phases() == [1.0, 2.0, 3.0]
+
+
+# --- the commands --------------------------------------------------------------------------------------------
+
+
+COMMANDS = {
+    "generate": ("--prompt", "a"), "chat": (), "serve": (), "demo": (), "bench": (), "bench --profile": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_that_runs_a_model_takes_the_device(name):
+    """A device that is not there is the one thing that shows, without a device, that the option arrives."""
+    if torch.cuda.device_count() > 63:
+        pytest.skip("this machine has a cuda:63")
+    result = CliRunner().invoke(cli, [*name.split(), "--device", "cuda:63", *COMMANDS[name]])
+    assert result.exit_code == 2 and result.stderr.count("Error: option 'device' is 'cuda:63', but") == 1, result.output
+
+
+def test_invariance_probes_where_it_is_told_to(monkeypatch, capsys):
+    asked = []
+
+    def probe(config, dtypes, quiet=False, device="cpu"):
+        asked.append(device)
+        return []
+
+    machine(monkeypatch, 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    monkeypatch.setattr(invariance, "run_probes", probe)
+    assert invariance.main(["--device", "cuda:1"]) == 0 and asked == [torch.device("cuda", 1)]
+    assert '"device": "cuda:1 (a device)"' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        invariance.main(["--device", "cuda:2"])
+    assert "there are 'cuda:0' to 'cuda:1'" in capsys.readouterr().err
