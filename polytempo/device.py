@@ -78,6 +78,29 @@ def current_device(device: torch.device) -> Iterator[None]:
         yield
 
 
+def require_room(device: torch.device, num_bytes: int, what: str, remedy: str) -> None:
+    """Refuse what a device's free memory cannot hold, before any of it is allocated. The CPU is not asked: it may swap.
+
+    Args:
+        device: where it would go.
+        num_bytes: how much.
+        what: takes it, in the plural.
+        remedy: what else to do.
+
+    Raises:
+        ConfigError: there is less; the message has both numbers.
+    """
+    if device.type == CPU:
+        return
+    # What torch holds back for itself is free for us.
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused
+    if num_bytes > free:
+        raise ConfigError(
+            f"{what} take {num_bytes / 2**30:.2f} GiB, and {str(device)!r} has {free / 2**30:.2f} GiB free; {remedy}"
+        )
+
+
 def describe_device(device: torch.device) -> str:
     """Its name in reports: "cpu", or for example "cuda:0 (NVIDIA H200)"."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
@@ -101,7 +124,8 @@ def to_device(values: Sequence | np.ndarray, device: torch.device, dtype: torch.
         tensor = torch.from_numpy(np.ascontiguousarray(values))
     else:
         tensor = torch.tensor(values, dtype=dtype)
-    # Safe without pinned memory: the driver has taken the bytes when the call returns.
+    # Safe without pinned memory: the driver has taken the bytes when the call returns (CUDA Runtime API, "API
+    # synchronization behavior").
     return tensor if device.type == CPU else tensor.to(device, non_blocking=True)
 
 

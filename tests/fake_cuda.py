@@ -141,7 +141,11 @@ class _Event:
 def fake_cuda() -> Iterator[None]:
     """Tensors made within are fake; `DEVICE` can be used."""
     lend_device_guard()
-    of_the_runtime = {"device": lambda device: nullcontext(), "Event": _Event, "current_stream": lambda device: None}
+    of_the_runtime = {
+        "device": lambda device: nullcontext(), "Event": _Event, "current_stream": lambda device: None,
+        "mem_get_info": lambda device: (2**40, 2**40), "memory_reserved": lambda device: 0,
+        "memory_allocated": lambda device: 0,
+    }  # fmt: skip
     with patch.multiple(torch.cuda, **of_the_runtime), FakeTensorMode():
         yield
 

@@ -14,7 +14,7 @@ from polytempo.cache.layout import BLOCK, LayerShape, Segment, StateShape
 from polytempo.cache.pool import NULL_BLOCK, EntryPool, RatioPool
 from polytempo.cache.view import BatchView
 from polytempo.cache.window import WindowLayout, window_layout
-from polytempo.device import to_device
+from polytempo.device import require_room, to_device
 
 CACHE_LINE = 64  # bytes
 
@@ -158,9 +158,12 @@ class RowStore:
             The store.
 
         Raises:
-            ConfigError: so little memory does not hold one row of max_model_len.
+            ConfigError: so little memory does not hold one row of max_model_len, or the device cannot hold the rings.
         """
         like = torch.empty(0, dtype=dtype, device=device)
+        # Off the CPU they are written here, for all seats at once.
+        rings = num_slots * shape.slot_bytes(dtype.itemsize)
+        require_room(like.device, rings, f"rings of state of {num_slots} rows", "lower max_rows or max_chunk")
         pool = EntryPool(shape, num_slots, dtype.itemsize, memory)
         return cls(
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.layers),

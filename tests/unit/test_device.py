@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from click.testing import CliRunner
+from fake_cuda import DEVICE, fake_cuda
+from support import ENGINE, TINY
 
+import polytempo.checkpoint.load as load_module
 import polytempo.llm as llm_module
 from polytempo import invariance
+from polytempo.cache.layout import StateShape
+from polytempo.cache.store import RowStore
 from polytempo.checkpoint.load import load_model
 from polytempo.cli import cli
-from polytempo.device import resolve_device, to_device, upload
+from polytempo.device import require_room, resolve_device, to_device, upload
 from polytempo.engine import step_clock
 from polytempo.errors import ConfigError
 from polytempo.llm import DEMO_MODEL, LLM
@@ -96,6 +101,53 @@ def test_uploaded_arrays_keep_values_and_shapes():
     assert to_device([1, 2], torch.device("cpu"), torch.float32).tolist() == [1.0, 2.0]
 
 
+# --- memory --------------------------------------------------------------------------------------------------
+
+
+def memory(monkeypatch, free: int, reserved: int = 0, allocated: int = 0) -> None:
+    """Let the only device have so many bytes free, besides what torch has reserved of it."""
+    machine(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+
+
+def test_room_is_what_is_free_and_what_torch_holds_back(monkeypatch):
+    memory(monkeypatch, free=2 * 2**30, reserved=3 * 2**30, allocated=2 * 2**30)
+    require_room(torch.device("cuda", 0), 3 * 2**30, "weights", "x")
+    require_room(torch.device("cpu"), 2**60, "weights", "the CPU is not asked")
+    with pytest.raises(ConfigError, match="^weights take 3.00 GiB, and 'cuda:0' has 3.00 GiB free; lower it$"):
+        require_room(torch.device("cuda", 0), 3 * 2**30 + 1, "weights", "lower it")
+
+
+@pytest.mark.parametrize("weights, remedy", [
+    ("expanded", "quantised ones take no more than their files"), ("packed", "use another device"),
+])  # fmt: skip
+def test_weights_without_room_are_refused_before_they_are_allocated(monkeypatch, weights, remedy):
+    model, _ = load_model(DEMO_MODEL, weights=weights, progress=False)
+    # An empty buffer says in which dtype a packed weight is expanded; it has no bytes.
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    memory(monkeypatch, free=needed - 1)
+    with pytest.raises(ConfigError, match=f"^weights take .* 'cuda:0' has .* free; {remedy}"):
+        load_model(DEMO_MODEL, device="cuda", weights=weights)
+    asked = []
+    monkeypatch.setattr(load_module, "require_room", lambda device, num_bytes, *words: asked.append(num_bytes))
+    load_model(DEMO_MODEL, weights=weights, progress=False)
+    assert asked == [needed]
+
+
+def test_state_without_room_is_refused_before_it_is_allocated(monkeypatch):
+    shape = StateShape.build(TINY, ENGINE)
+    needed = 5 * shape.slot_bytes(4)
+    with fake_cuda():
+        memory(monkeypatch, free=needed)
+        store = RowStore.allocate(shape, 5, torch.float32, DEVICE)
+        assert sum(tensor.nbytes for layer in (*store.layers, *store.mtp) for tensor in layer.per_slot()) <= needed
+        memory(monkeypatch, free=needed - 1)
+        with pytest.raises(ConfigError, match="^rings of state of 5 rows take .* free; lower max_rows or max_chunk$"):
+            RowStore.allocate(shape, 5, torch.float32, DEVICE)
+
+
 # --- when a phase ends ---------------------------------------------------------------------------------------
 
 
@@ -154,8 +206,9 @@ def test_on_the_cpu_a_phase_is_the_host_s(monkeypatch):
 # --- the commands --------------------------------------------------------------------------------------------
 
 
+SHORT = ("-b", "1", "--draft-lens", "0", "--max-tokens", "7", "--prompt-lens", "4")  # if it runs after all
 COMMANDS = {
-    "generate": ("--prompt", "a"), "chat": (), "serve": (), "demo": (), "bench": (), "bench --profile": (),
+    "generate": ("--prompt", "a"), "chat": (), "serve": (), "demo": (), "bench": SHORT, "bench --profile": SHORT,
 }  # fmt: skip
 
 
