@@ -22,7 +22,7 @@ from speculation_support import (
     prompt_of,
     row_of,
 )
-from support import random_ids
+from support import random_ids, transformers_model
 
 from polytempo.async_llm import AsyncLLM
 from polytempo.cache.snapshot import SPAN
@@ -90,6 +90,17 @@ def test_choices_share_a_prompt_on_the_device(model_on):
     assert llm.engine.sharing.num_rows == 2 and len({choice.token_ids for choice in together.outputs}) == 3
     for ours, theirs in zip(together.outputs, alone.outputs, strict=True):
         assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+
+
+def test_a_live_transformers_model_runs_where_it_is(device, model_on):
+    model = model_on(3, torch.float32)
+    shared = LLM.from_transformers(transformers_model(model).to(device), max_rows=2, max_model_len=256)
+    assert shared.model.device == device and shared.engine.target.store.device == device
+    params = replace(SHORT, max_tokens=6)
+    prompts = [{"prompt_token_ids": list(prompt_of(length))} for length in (9, 40)]
+    found = shared.generate(prompts, params, progress=False)
+    own = make_llm(model, max_rows=2, speculate="none").generate(prompts, params, progress=False)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in own]
 
 
 def test_options_of_sampling_act_on_the_device(model_on):
