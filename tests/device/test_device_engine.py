@@ -29,7 +29,7 @@ def experts(monkeypatch):
 
 
 def fake_llm(**options) -> LLM:
-    return make_llm(DeepseekV4(SMALL, device=DEVICE).requires_grad_(False), **options)
+    return make_llm(DeepseekV4(SMALL, device=DEVICE).requires_grad_(False), kernels="torch", **options)
 
 
 def prompt_of(length: int) -> list[int]:

@@ -22,7 +22,7 @@ from polytempo.llm import DEMO_MODEL
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.forward import mtp_catch_up, mtp_write, target_forward
 from polytempo.model.moe import Experts
-from polytempo.model.packed import Packed, PackedLinear
+from polytempo.model.packed import Packed
 from polytempo.model.rope import RopeTables
 
 SMALL = with_ratios(0, 4, 128, hc_sinkhorn_iters=2)
@@ -39,10 +39,10 @@ def experts(monkeypatch):
 class FakeRows:
     """Weights and state on the device; what is run is fake."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, model: DeepseekV4 | None = None, **options) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, **options) -> None:
         engine = replace(ENGINE, **options)
-        self.model = model or DeepseekV4(SMALL, dtype, DEVICE).requires_grad_(False)
-        self.config = self.model.config
+        self.model = DeepseekV4(SMALL, dtype, DEVICE).requires_grad_(False).with_kernels("torch")
+        self.config = SMALL
         self.tables = RopeTables.build(self.config, engine.max_model_len, DEVICE)
         self.store = RowStore.allocate(StateShape.build(self.config, engine), engine.max_rows, dtype, DEVICE)
 
@@ -125,9 +125,6 @@ def test_packed_weights_are_expanded_on_the_device():
             packed = Packed(codes, scales, like.kind, torch.bfloat16, like._expand)
             weight = packed.expand() if codes.dim() == 2 else packed[1]
             assert weight.device == DEVICE and weight.dtype == torch.bfloat16 and weight.dim() == 2
-            if codes.dim() == 2:
-                x = torch.empty(3, weight.shape[1], dtype=torch.bfloat16, device=DEVICE)
-                assert PackedLinear(packed)(x).shape == (3, weight.shape[0])
 
 
 # --- that these tests could fail ------------------------------------------------------------------------------
