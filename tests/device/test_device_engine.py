@@ -6,21 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fake_cuda import DEVICE, Answers, Refusals, fake_cuda, shape_only_experts
-from speculation_support import make_llm
-from support import with_ratios
+from device_waits import MAX_CHUNK, check, fake_llm, params, prompt_of, waits_by_step
+from fake_cuda import DEVICE, fake_cuda, shape_only_experts
 
 from polytempo.cache.snapshot import SPAN
 from polytempo.engine import step as step_module
-from polytempo.engine.row import Row
-from polytempo.llm import LLM
-from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.forward import target_forward as forward
 from polytempo.model.moe import Experts
-from polytempo.types import SamplingParams
-
-SMALL = with_ratios(4, 128, hc_sinkhorn_iters=2)
-MAX_CHUNK = 96
 
 
 @pytest.fixture(autouse=True)
@@ -28,58 +20,12 @@ def experts(monkeypatch):
     monkeypatch.setattr(Experts, "forward", shape_only_experts)
 
 
-def fake_llm(**options) -> LLM:
-    return make_llm(DeepseekV4(SMALL, device=DEVICE).requires_grad_(False), kernels="torch", **options)
-
-
-def prompt_of(length: int) -> list[int]:
-    """Distinct for every length; torch's own random numbers would be fake here."""
-    return [(place * length + place) % (SMALL.vocab_size - 2) + 2 for place in range(length)]
-
-
-def params(**options) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "detokenize": False, **options})
-
-
-def waits_by_step(llm: LLM, rows: list[Row], *answers: int) -> list[tuple[dict, dict, int]]:
-    """For each step: how often it asked the device; how often it had to, and why; boundaries that rows crossed."""
-    found = []
-    engine = llm.engine
-    while engine.has_work:
-        had = {id(row): (len(row.output_token_ids), row.kv_len) for row in rows}
-        wanted_before = sum(len(row.request.prompt_logprobs or ()) for row in rows)
-        forwards = getattr(engine.proposer, "num_forwards", 0)
-        with Refusals(), Answers(*answers) as answered:
-            engine.step()
-        sampled = [row for row in rows if len(row.output_token_ids) > had[id(row)][0]]
-        had_to = {
-            "tokens": int(bool(sampled)),
-            "logprobs": int(any(row.request.params.logprobs is not None for row in sampled)),
-            "prompt logprobs": int(sum(len(row.request.prompt_logprobs or ()) for row in rows) > wanted_before),
-            "drafts": getattr(engine.proposer, "num_forwards", 0) - forwards,
-        }
-        snapshots = 0
-        if engine.target.prefix_cache is not None:
-            # A choice that took the state of another one jumps further than a chunk, and is not looked at.
-            moved = [(had[id(row)][1], row.kv_len) for row in rows if not row.is_finished]
-            snapshots = sum(new // SPAN > old // SPAN for old, new in moved if new - old <= MAX_CHUNK)
-        found.append((dict(answered.asked), had_to, snapshots))
-        assert len(found) < 200
-    return found
-
-
-def check(steps) -> None:
-    for number, (asked, had_to, snapshots) in enumerate(steps):
-        expected = {"tolist": sum(had_to.values()), "__bool__": snapshots}
-        assert asked == {name: count for name, count in expected.items() if count}, f"step {number}: {had_to}"
-
-
 @pytest.mark.parametrize("draft_len, answers, accepts", [
     (0, (7,), "nothing"), (2, (7,), "everything"), (2, (7, 7, 8, 8, 7), "some"),
 ])  # fmt: skip
 def test_a_step_reads_its_tokens_once_and_each_draft_once(draft_len, answers, accepts):
     with fake_cuda():
-        llm = fake_llm(draft_len=draft_len, max_chunk=32)
+        llm = fake_llm(kernels="torch", draft_len=draft_len, max_chunk=32)
         rows = [llm.rows_of(prompt_of(length), params(max_tokens=9 + length % 4))[0] for length in (35, 40)]
         for row in rows:
             llm.engine.add([row])
@@ -99,7 +45,7 @@ def test_each_option_that_must_wait_waits_once():
         {"temperature": 1.0, "top_k": 7, "repetition_penalty": 1.2, "seed": 2, "n": 2},
     ]  # fmt: skip
     with fake_cuda():
-        llm = fake_llm(draft_len=1, prefix_cache=2**30, max_chunk=MAX_CHUNK)
+        llm = fake_llm(kernels="torch", draft_len=1, prefix_cache=2**30, max_chunk=MAX_CHUNK)
         rows = []
         for place, one in enumerate(options):
             of_request = llm.rows_of(prompt_of(140 + place), params(max_tokens=3, **one))
@@ -120,7 +66,7 @@ def test_each_option_that_must_wait_waits_once():
 
 def test_left_aligned_rows_and_cohorts_run_on_a_device():
     with fake_cuda():
-        llm = fake_llm(draft_len=2, kv_layout="left_aligned", kv_advance="cohort", max_chunk=16)
+        llm = fake_llm(kernels="torch", draft_len=2, kv_layout="left_aligned", kv_advance="cohort", max_chunk=16)
         rows = [llm.rows_of(prompt_of(length), params(max_tokens=5))[0] for length in (3, 20)]
         for row in rows:
             llm.engine.add([row])
@@ -142,7 +88,7 @@ def test_a_step_makes_its_device_the_current_one(monkeypatch):
     monkeypatch.setattr(step_module, "target_forward", lambda *args: seen.append(list(current)) or forward(*args))
     with fake_cuda():
         monkeypatch.setattr(torch.cuda, "device", make_current)
-        llm = fake_llm()
+        llm = fake_llm(kernels="torch")
         llm.engine.add(llm.rows_of(prompt_of(5), params(max_tokens=1)))
         waits_by_step(llm, [], 7)
     assert seen == [[DEVICE]] and not current
