@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long exactness mutants invariance soak bench curves startup lint train-demo clean
+.PHONY: help demo test test-long test-gpu exactness mutants invariance soak bench curves startup lint train-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ test: $(READY)  ## quick tests, what CI runs
 
 test-long: $(READY)  ## the sweeps that take minutes
 	$(BIN)/python -m pytest -m 'long and not gpu' $(ARGS)
+
+test-gpu: $(READY)  ## what needs a CUDA device; the same tests run on the CPU in `make test`
+	$(BIN)/python -m pytest -m gpu -rs tests $(ARGS)
 
 exactness: $(READY)  ## 250,000 speculated tokens against each request alone without drafts
 	$(BIN)/python -m pytest -m long -s tests/engine/test_speculation_random.py $(ARGS)

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from polytempo.config import ModelConfig, RopeConfig
+from polytempo.device import CPU, current_device, describe_device, resolve_device
 from polytempo.errors import PolytempoError
 from polytempo.invariance_probes import Probe, probes
 from polytempo.model.native_probes import kernels_in_use
@@ -59,19 +60,26 @@ class Verdict:
         return cls(probe, raw, raw if probe.ours is None else probe.differing(probe.ours))
 
 
-def run_probes(config: ModelConfig, dtypes: Sequence[torch.dtype], quiet: bool = False) -> list[Verdict]:
+def run_probes(
+    config: ModelConfig, dtypes: Sequence[torch.dtype], quiet: bool = False, device: torch.device | str = CPU
+) -> list[Verdict]:
     """Probe every operation on the path.
 
     Args:
         config: gives the shapes.
         dtypes: of the weights and the state.
         quiet: no progress bar.
+        device: where they run; see `resolve_device`.
 
     Returns:
         One verdict per operation and shape.
+
+    Raises:
+        ConfigError: the device cannot be used.
     """
+    device = resolve_device(device)
     torch.manual_seed(0)
-    with torch.inference_mode():
+    with torch.inference_mode(), device, current_device(device):  # tensors are made where the default device says
         return [Verdict.of(probe) for probe in tqdm(probes(config, dtypes), desc="probes", unit="op", disable=quiet)]
 
 
@@ -95,13 +103,14 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def summary(verdicts: Sequence[Verdict], source: str) -> dict[str, object]:
+def summary(verdicts: Sequence[Verdict], source: str, device: torch.device) -> dict[str, object]:
     """What the last line says."""
     failed = [f"{v.probe.op} [{v.probe.shape}] {v.probe.dtype}".replace("torch.", "") for v in verdicts if v.ours]
     return {
         "torch": torch.__version__,
+        "device": describe_device(device),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "kernels": kernels_in_use(),
+        "kernels": kernels_in_use() if device.type == CPU else "torch",
         "threads": torch.get_num_threads(),
         "shapes": source,
         "probes": len(verdicts),
@@ -115,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m polytempo.invariance", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, help="checkpoint directory whose config.json gives the shapes")
     parser.add_argument("--dtype", choices=DTYPES, help="only this dtype (default: both)")
+    parser.add_argument("--device", default=CPU, help="cpu, cuda, cuda:1, … or auto (default: cpu)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     options = parser.parse_args(arguments)
     if options.threads is not None:
@@ -122,12 +132,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--threads is {options.threads}; it must be at least 1")
         torch.set_num_threads(options.threads)
     try:
+        device = resolve_device(options.device)
         config = ModelConfig.from_dir(options.model) if options.model else DEFAULT_SHAPE
     except PolytempoError as error:
         parser.error(str(error))
-    verdicts = run_probes(config, [DTYPES[options.dtype]] if options.dtype else list(DTYPES.values()))
+    dtypes = [DTYPES[options.dtype]] if options.dtype else list(DTYPES.values())
+    verdicts = run_probes(config, dtypes, device=device)
     print(table(verdicts))
-    result = summary(verdicts, str(options.model or "built-in"))
+    result = summary(verdicts, str(options.model or "built-in"), device)
     print(json.dumps(result))
     return 1 if result["failed"] else 0
 

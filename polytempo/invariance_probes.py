@@ -116,11 +116,13 @@ def linear_probes(config: ModelConfig, dtype: torch.dtype) -> Iterator[Probe]:
             yield Probe(op, f"K {depth}, N {weight.shape[0]}", weight_dtype, native, fallback="C++ kernel")
 
 
-def native_forward_probes(config: ModelConfig, dtype: torch.dtype) -> Iterator[Probe]:
-    """All C++ kernels together."""
-    for op, shape, form, num_rows in forward_probes(config, dtype):
+def whole_forward_probes(config: ModelConfig, dtype: torch.dtype) -> Iterator[Probe]:
+    """A whole forward: of all C++ kernels together, or of a device."""
+    device = torch.get_default_device()
+    for op, shape, form, num_rows in forward_probes(config, dtype, device):
         counts = (*range(1, 20), 31, 32, 33, 64, num_rows)
-        yield Probe(op, shape, dtype, form, fallback="C++ kernels", counts=counts, offsets=(0, 3))
+        fallback = "C++ kernels" if device.type == "cpu" else "none needed"
+        yield Probe(op, shape, dtype, form, fallback=fallback, counts=counts, offsets=(0, 3))
 
 
 def product_probes(config: ModelConfig, dtype: torch.dtype) -> Iterator[Probe]:
@@ -243,7 +245,7 @@ def probes(config: ModelConfig, dtypes: Sequence[torch.dtype]) -> Iterator[Probe
     """Every probe of a model, each built when its turn comes."""
     seen = set()
     for dtype in dtypes:
-        for group in (linear_probes, native_forward_probes, product_probes, reduction_probes):
+        for group in (linear_probes, whole_forward_probes, product_probes, reduction_probes):
             for probe in group(config, dtype):
                 key = (probe.op, probe.shape, probe.dtype)
                 if key not in seen:

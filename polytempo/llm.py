@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from polytempo.checkpoint.live import share_transformers_model
 from polytempo.checkpoint.load import load_model
+from polytempo.device import resolve_device
 from polytempo.engine.bad_words import BadWords, bad_word_token_ids
 from polytempo.engine.engine import Engine
 from polytempo.engine.grammar import GrammarCompiler
@@ -37,7 +38,7 @@ class LLM:
     Args:
         model: checkpoint directory, official or Hugging Face form; None is the demo model in the package.
         dtype: "auto" (the checkpoint's), "float32" or "bfloat16".
-        device: where weights and state live, for example "cpu" or "cuda".
+        device: where weights and state live: "cpu", "cuda", "cuda:1", or "auto", which is "cuda" where there is one.
         tokenizer: directory with tokenizer.json if it is not the model's own; False for none.
         progress: show a bar while loading.
         weights: "expanded" to `dtype`, or "packed", as the checkpoint stores them; see `load_model`.
@@ -45,7 +46,7 @@ class LLM:
 
     Raises:
         CheckpointError: the checkpoint is broken; the message names file and tensor.
-        ConfigError: an option is unknown (the nearest is suggested) or out of range.
+        ConfigError: an option is unknown (the nearest is suggested) or out of range, or the device cannot be used.
     """
 
     def __init__(
@@ -58,9 +59,15 @@ class LLM:
         weights: str = "expanded",
         **options: Any,
     ) -> None:
-        EngineConfig.from_options(options)  # refuses a misspelt option before a model is read
+        # Refuses before a model is read.
+        config, device = EngineConfig.from_options(options), resolve_device(device)
+        if config.kernels == "native" and device.type != "cpu":
+            raise ConfigError(
+                f"option 'kernels' is 'native', but option 'device' is {str(device)!r}, and the C++ kernels run on the "
+                "CPU; use kernels='auto' or 'torch'"
+            )
         path = DEMO_MODEL if model is None else Path(model)
-        must_speculate = options.get("speculate") == "mtp"
+        must_speculate = config.speculate == "mtp"
         loaded_model, self.checkpoint = load_model(path, dtype, device, must_speculate, progress, weights)
         loaded = None
         if tokenizer is not False:

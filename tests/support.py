@@ -86,8 +86,9 @@ class Harness:
 
     def __init__(self, model: DeepseekV4, engine: EngineConfig = ENGINE) -> None:
         self.model, self.engine, self.config = model, engine, model.config
-        self.tables = RopeTables.build(model.config, engine.max_model_len)
-        self.store = RowStore.allocate(StateShape.build(model.config, engine), engine.max_rows, model.dtype)
+        self.tables = RopeTables.build(model.config, engine.max_model_len, model.device)
+        shape = StateShape.build(model.config, engine)
+        self.store = RowStore.allocate(shape, engine.max_rows, model.dtype, model.device)
         # All blocks in order, so that tests can look at entries slot by slot.
         for slot in range(engine.max_rows):
             self.store.pool.reserve(slot, engine.max_model_len)
@@ -143,7 +144,7 @@ def choice_margin_is_clear(model: DeepseekV4, ids: Sequence[int]) -> bool:
     def spy(scores, num_visible, top_k):
         chooses = num_visible > top_k
         if chooses.any():
-            hidden = torch.arange(scores.shape[-1]) >= num_visible.unsqueeze(-1)
+            hidden = torch.arange(scores.shape[-1], device=scores.device) >= num_visible.unsqueeze(-1)
             ranked = scores.masked_fill(hidden, -torch.inf)[chooses].sort(dim=-1, descending=True).values
             margins.append(float((ranked[:, top_k - 1] - ranked[:, top_k]).min()))
         return original(scores, num_visible, top_k)

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: by part of the C++ kernels, or by operator of torch."""
+"""Where the time of a decode step goes: by part of the C++ kernels, by operator of torch, or by kernel of a device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from polytempo.bench.run import Mode
+from polytempo.device import describe_device
 from polytempo.engine.engine import Engine
 from polytempo.engine.stats import StepSeconds
 from polytempo.errors import ConfigError
@@ -28,16 +29,18 @@ class Profile:
 
     Attributes:
         mode: how it decoded.
+        device: its name.
         batch: rows.
         steps: that were timed.
         step_ms: all of a step.
         phases: of it, by phase of the engine; their sum is step_ms.
-        parts: of it, by part of the kernels or by torch operator, longest first; "torch and Python" is what no part
-            accounts for.
+        parts: of it, by part of the kernels, by torch operator, or by kernel that a device ran, longest first; "torch
+            and Python" is what no part accounts for.
         in_kernels: whether parts are those of the kernels.
     """
 
     mode: Mode
+    device: str
     batch: int
     steps: int
     step_ms: float
@@ -88,8 +91,8 @@ def profile(llm: LLM, mode: Mode, prompts: Sequence[Sequence[int]], steps: int) 
     def per_step(named: dict[str, float]) -> dict[str, float]:
         return {name: value / done * 1e3 for name, value in named.items()}
 
-    return Profile(mode, len(rows), done, total / done * 1e3, per_step(asdict(engine.seconds)),
-                   per_step(parts), in_kernels)  # fmt: skip
+    phases, device = per_step(asdict(engine.seconds)), describe_device(llm.model.device)
+    return Profile(mode, device, len(rows), done, total / done * 1e3, phases, per_step(parts), in_kernels)
 
 
 @contextmanager
@@ -100,14 +103,18 @@ def _timers(engine: Engine, in_kernels: bool) -> Iterator[dict[str, float]]:
             yield seconds
         return
     operators: dict[str, float] = {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+    on_device = engine.target.store.device.type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if on_device else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as recorded:
         yield operators
-    operators |= {event.key: event.self_cpu_time_total / 1e6 for event in recorded.key_averages()}
+    field = "self_device_time_total" if on_device else "self_cpu_time_total"
+    operators |= {event.key: getattr(event, field) / 1e6 for event in recorded.key_averages()}
 
 
 def profile_table(found: Profile) -> str:
     """Text: phases, then parts with their share of the step."""
-    kind = "part of the kernels" if found.in_kernels else "torch operator, its own time"
+    kind = "kernel of the device" if found.device.startswith("cuda") else "torch operator, its own time"
+    kind = "part of the kernels" if found.in_kernels else kind
     phases = ", ".join(f"{name} {ms:.2f}" for name, ms in found.phases.items())
     lines = [f"{found.mode.name}, {found.batch} rows: {found.step_ms:.2f} ms a step (mean of {found.steps}): {phases}"]
     lines.append(f"  {kind:<32} {'ms':>8}  share")

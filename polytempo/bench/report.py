@@ -22,6 +22,7 @@ def summary(measurement: Measurement) -> dict:
     phases, total = measurement.phases, measurement.phases.total
     return {
         "mode": measurement.mode.name,
+        "device": measurement.device,
         "dtype": measurement.dtype,
         "threads": measurement.threads,
         "batch": measurement.batch,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from polytempo.device import describe_device
 from polytempo.engine.propose import ScriptedProposer
 from polytempo.engine.row import Row
 from polytempo.engine.stats import DraftStats, StepSeconds
@@ -58,6 +59,7 @@ class Measurement:
         dtype: of the weights.
         threads: torch threads.
         batch: rows.
+        device: its name.
         tokens: emitted in the timed steps.
         seconds: of the timed steps.
         phases: of them, by phase of the step.
@@ -73,6 +75,7 @@ class Measurement:
     dtype: str
     threads: int
     batch: int
+    device: str = "cpu"
     tokens: int = 0
     seconds: float = 0.0
     phases: StepSeconds = field(default_factory=StepSeconds)
@@ -126,7 +129,8 @@ def measure(
         The measurement.
     """
     batch = len(rounds[0])
-    result = Measurement(mode, str(llm.model.dtype).removeprefix("torch."), torch.get_num_threads(), batch)
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    result = Measurement(mode, dtype, torch.get_num_threads(), batch, describe_device(llm.model.device))
     totals, forwards = DraftStats(), 0
     for place, prompts in enumerate(rounds):
         of_round = None

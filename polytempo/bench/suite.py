@@ -35,6 +35,7 @@ class Suite:
     seed: int = 0
     kernels: str = "auto"
     weights: str = "expanded"
+    device: str = "cpu"
 
     def modes(self) -> list[Mode]:
         """Every draft length by every advance mode and layout; no drafts on the first layout first, as the reference.
@@ -74,7 +75,7 @@ def run_suite(suite: Suite) -> list[Measurement]:
     results = []
     with tqdm(total=suite.num_runs, unit="run", desc="bench") as bar:
         for dtype in suite.dtypes:
-            base = LLM(suite.model_dir, dtype, weights=suite.weights)
+            base = LLM(suite.model_dir, dtype, suite.device, weights=suite.weights)
             for threads in suite.threads or (torch.get_num_threads(),):
                 torch.set_num_threads(threads)
                 for batch in suite.batches:
@@ -121,7 +122,7 @@ def profile_suite(suite: Suite) -> list[Profile]:
     Raises:
         CheckpointError, ConfigError, RequestError: as LLM.
     """
-    base = LLM(suite.model_dir, suite.dtypes[0], weights=suite.weights)
+    base = LLM(suite.model_dir, suite.dtypes[0], suite.device, weights=suite.weights)
     if suite.threads:
         torch.set_num_threads(suite.threads[0])
     found = []

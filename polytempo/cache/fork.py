@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polytempo.cache.pool import num_blocks
 from polytempo.cache.store import PooledState, RowStore
+from polytempo.device import to_device
 
 
 @dataclass(frozen=True)
@@ -78,4 +79,5 @@ def _pooled(store: RowStore) -> list[tuple[int, PooledState]]:
 
 
 def _block_ids(store: RowStore, slot: int, ratio: int, num_tokens: int) -> Tensor:
-    return torch.from_numpy(store.pool.ratios[ratio].table[slot, : num_blocks(num_tokens, ratio)].copy())
+    # A copy: the index outlives the call only on a device, but there it must not change under the transfer.
+    return to_device(store.pool.ratios[ratio].table[slot, : num_blocks(num_tokens, ratio)].copy(), store.device)

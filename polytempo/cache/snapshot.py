@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from polytempo.cache.layout import BLOCK, OVERLAP_RATIO
 from polytempo.cache.store import LayerState, RowStore
+from polytempo.device import upload
 
 SPAN = 128
 """Tokens between boundaries: the largest ratio, so that no entry is unfinished at one."""
@@ -83,8 +85,7 @@ def _layer_snapshot(store: RowStore, layer: LayerState, slot: int, boundary: int
         if ratio == OVERLAP_RATIO:
             cells = _ring_cells(boundary - ratio, boundary, state.kv)
             inputs += [state.kv[slot, cells], state.gate[slot, cells]]
-        entry_ids = torch.arange((boundary - SPAN) // ratio, boundary // ratio)
-        entries.append(state.entries[_blocks(store, slot, ratio, entry_ids), entry_ids % BLOCK])
+        entries.append(state.entries[_entry_places(store, slot, ratio, (boundary - SPAN) // ratio, boundary // ratio)])
     return LayerSnapshot(window, tuple(inputs), tuple(entries))
 
 
@@ -111,14 +112,16 @@ def restore_snapshot(store: RowStore, slot: int, chain: Sequence[Snapshot]) -> N
             if ratio == OVERLAP_RATIO:
                 cells = _ring_cells(boundary - ratio, boundary, state.kv)
                 state.kv[slot, cells], state.gate[slot, cells] = last.inputs[2 * number : 2 * number + 2]
-            entry_ids = torch.arange(boundary // ratio)
             entries = torch.cat([snapshot.layers[place].entries[number] for snapshot in chain])
-            state.entries[_blocks(store, slot, ratio, entry_ids), entry_ids % BLOCK] = entries
+            state.entries[_entry_places(store, slot, ratio, 0, boundary // ratio)] = entries
 
 
 def _ring_cells(start: int, end: int, ring: Tensor) -> Tensor:
     return torch.arange(start, end, device=ring.device) % ring.shape[1]
 
 
-def _blocks(store: RowStore, slot: int, ratio: int, entry_ids: Tensor) -> Tensor:
-    return torch.from_numpy(store.pool.ratios[ratio].table[slot])[entry_ids // BLOCK]
+def _entry_places(store: RowStore, slot: int, ratio: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Blocks of a slot's entries start … end − 1, and their columns in these."""
+    entry_ids = np.arange(start, end)
+    blocks = store.pool.ratios[ratio].table[slot][entry_ids // BLOCK]
+    return tuple(upload([blocks, entry_ids % BLOCK], store.device))

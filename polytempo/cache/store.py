@@ -14,6 +14,7 @@ from polytempo.cache.layout import BLOCK, LayerShape, Segment, StateShape
 from polytempo.cache.pool import NULL_BLOCK, EntryPool, RatioPool
 from polytempo.cache.view import BatchView
 from polytempo.cache.window import WindowLayout, window_layout
+from polytempo.device import require_room, to_device
 
 CACHE_LINE = 64  # bytes
 
@@ -62,15 +63,20 @@ class PooledState:
             zero_pages(like, NULL_BLOCK + 1, BLOCK, head_dim),
         )
 
-    def fit(self, pool: RatioPool) -> None:
-        """Take the pool's size, and zero the blocks that it handed out: what their last owner left may be NaN."""
+    def fit(self, pool: RatioPool, fresh: Tensor | None) -> None:
+        """Take the pool's size, and zero the blocks that it handed out: what their last owner left may be NaN.
+
+        Args:
+            pool: of this ratio.
+            fresh: [N] int64, `pool.fresh` on the state's device; None if there are none.
+        """
         missing = pool.size - self.entries.shape[0]
         if missing < 0:
             self.entries = self.entries[: pool.size].clone()
         if missing > 0:
             self.entries = torch.cat((self.entries, self.entries.new_zeros(missing, *self.entries.shape[1:])))
-        if pool.fresh:
-            self.entries[torch.tensor(pool.fresh, device=self.entries.device)] = 0.0
+        if fresh is not None:
+            self.entries[fresh] = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,9 +158,12 @@ class RowStore:
             The store.
 
         Raises:
-            ConfigError: so little memory does not hold one row of max_model_len.
+            ConfigError: so little memory does not hold one row of max_model_len, or the device cannot hold the rings.
         """
         like = torch.empty(0, dtype=dtype, device=device)
+        # Off the CPU they are written here, for all seats at once.
+        rings = num_slots * shape.slot_bytes(dtype.itemsize)
+        require_room(like.device, rings, f"rings of state of {num_slots} rows", "lower max_rows or max_chunk")
         pool = EntryPool(shape, num_slots, dtype.itemsize, memory)
         return cls(
             tuple(LayerState.allocate(layer, num_slots, like) for layer in shape.layers),
@@ -206,10 +215,12 @@ class RowStore:
 
     def fit(self) -> None:
         """Bring every tensor of entries to the pool's size, and zero blocks that were handed out since."""
+        pools = self.pool.ratios
+        fresh = {ratio: to_device(pool.fresh, self.device) for ratio, pool in pools.items() if pool.fresh}
         for layer in self.layers:
             for state in layer.pooled:
-                state.fit(self.pool.ratios[layer.shape.ratio])
-        for pool in self.pool.ratios.values():
+                state.fit(pools[layer.shape.ratio], fresh.get(layer.shape.ratio))
+        for pool in pools.values():
             pool.fresh.clear()
 
     def mtp_view(self, segments: Sequence[Segment]) -> BatchView:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from polytempo.cache.view import BatchView
+from polytempo.device import to_device
 
 
 def keep_forward(kept: Tensor, view: BatchView, streams: Tensor) -> None:
@@ -47,5 +47,5 @@ def keep_spans(kept: Tensor, spans: Sequence[tuple[int, int, int, int]], streams
 
 
 def _copy(kept: Tensor, cells: np.ndarray, token_idx: np.ndarray, streams: Tensor) -> None:
-    to, source = torch.from_numpy(np.stack((cells, token_idx))).to(kept.device)
+    to, source = to_device(np.stack((cells, token_idx)), kept.device)
     kept.flatten(0, 1).index_copy_(0, to, streams[source])

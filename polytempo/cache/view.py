@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polytempo.cache.layout import BLOCK, OVERLAP_RATIO, Segment, num_window_blocks, round_up
 from polytempo.cache.window import WindowLayout
+from polytempo.device import to_device, upload
 
 TILE_WIDTHS = (1, 8, BLOCK)
 """Queries per tile. Single tokens must not pay for chunks, nor short runs for long ones."""
@@ -126,7 +127,9 @@ class BatchView:
         """
         packed = Packed.build(segments, layout)
         device = torch.device(device)
-        token_ids, slots, positions = _to(device, packed.tokens)
+        tables = block_tables or {}
+        tokens, *uploaded = upload([packed.tokens, *tables.values()], device)
+        token_ids, slots, positions = tokens
         return cls(
             packed=packed,
             layout=layout,
@@ -134,7 +137,7 @@ class BatchView:
             token_ids=token_ids,
             slots=slots,
             positions=positions,
-            block_tables={ratio: _to(device, table) for ratio, table in (block_tables or {}).items()},
+            block_tables=dict(zip(tables, uploaded, strict=True)),
             max_visible={ratio: packed.longest // ratio for ratio in ratios if ratio},
         )
 
@@ -156,12 +159,12 @@ class BatchView:
     @cached_property
     def leads(self) -> Tensor:
         """[R] int64, columns before position 0 of each segment's row; zeros at layout `ring`."""
-        return _to(self.device, self.packed.leads)
+        return to_device(self.packed.leads, self.device)
 
     @cached_property
     def ends(self) -> Tensor:
         """[R] int64, position after each segment's last token."""
-        return _to(self.device, self.packed.ends)
+        return to_device(self.packed.ends, self.device)
 
     @cached_property
     def first_token_idx(self) -> list[int]:
@@ -171,26 +174,20 @@ class BatchView:
     @cached_property
     def window_cells(self) -> Tensor:
         """[T] int64, the tokens' cells in the raw keys."""
-        return _to(self.device, self.layout.cells(self.packed.slots, self.packed.positions))
+        return to_device(self.layout.cells(self.packed.slots, self.packed.positions), self.device)
 
     @cached_property
     def groups(self) -> tuple[TileGroup, ...]:
         """The tiles, by width."""
-        return _tile_groups(self.packed, self.layout, lambda array: _to(self.device, array))
+        return _tile_groups(self.packed, self.layout, self.device)
 
     @cached_property
     def completed(self) -> dict[int, CompletedEntries]:
         """Per ratio, the entries whose last token is in this forward."""
-        packed = self.packed
-        return {
-            ratio: _completed(packed.positions, packed.slots, ratio, lambda array: _to(self.device, array))
-            for ratio in self.max_visible
-        }
-
-
-def _to(device: torch.device, array: np.ndarray) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.to(device)
+        packed, ratios = self.packed, list(self.max_visible)
+        parts = [_completed(packed.positions, packed.slots, ratio) for ratio in ratios]
+        found = iter(upload([array for part in parts for array in part], self.device))
+        return {ratio: CompletedEntries(next(found), next(found), next(found)) for ratio in ratios}
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,7 @@ class Packed:
         return np.arange(len(self.segments)).repeat(self.counts)
 
 
-def _tile_groups(packed: Packed, layout: WindowLayout, to_device) -> tuple[TileGroup, ...]:
+def _tile_groups(packed: Packed, layout: WindowLayout, device: torch.device) -> tuple[TileGroup, ...]:
     num_tokens = len(packed.positions)
     block = (packed.positions + packed.leads[packed.segment_of]) // BLOCK
     is_first = np.ones(num_tokens, dtype=bool)
@@ -260,11 +257,11 @@ def _tile_groups(packed: Packed, layout: WindowLayout, to_device) -> tuple[TileG
     for width in TILE_WIDTHS:
         chosen = width_of == width
         if chosen.any():
-            groups.append(_tile_group(first[chosen], count[chosen], width, packed, layout, to_device))
+            groups.append(_tile_group(first[chosen], count[chosen], width, packed, layout, device))
     return tuple(groups)
 
 
-def _tile_group(first, count, width: int, packed: Packed, layout: WindowLayout, to_device) -> TileGroup:
+def _tile_group(first, count, width: int, packed: Packed, layout: WindowLayout, device: torch.device) -> TileGroup:
     offset = np.arange(width)
     is_token = offset < count[:, None]
     token_idx = np.where(is_token, first[:, None] + offset, first[:, None])
@@ -278,25 +275,21 @@ def _tile_group(first, count, width: int, packed: Packed, layout: WindowLayout, 
         query, key = query[:1], key[:1]
     seen = (key[:, None] >= 0) & (key[:, None] <= query[..., None]) & (key[:, None] > query[..., None] - layout.window)
     kept = np.flatnonzero(is_token)
-    return TileGroup(
-        token_idx=to_device(token_idx),
-        segment_idx=to_device(segment_idx),
-        slots=to_device(slots),
-        positions=to_device(query),
-        key_positions=to_device(key),
-        key_cells=to_device(cells),
-        window_mask=to_device(seen),
-        kept=to_device(kept),
-        kept_token_idx=to_device(token_idx.reshape(-1)[kept]),
-    )
+    fields = {
+        "token_idx": token_idx, "segment_idx": segment_idx, "slots": slots, "positions": query, "key_positions": key,
+        "key_cells": cells, "kept": kept, "kept_token_idx": token_idx.reshape(-1)[kept],
+    }  # fmt: skip
+    uploaded = dict(zip(fields, upload(list(fields.values()), device), strict=True))
+    return TileGroup(window_mask=to_device(seen, device), **uploaded)
 
 
-def _completed(positions, slots, ratio: int, to_device) -> CompletedEntries:
+def _completed(positions, slots, ratio: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fields of `CompletedEntries`."""
     ends_span = (positions + 1) % ratio == 0
     last = positions[ends_span]
     num_inputs = ratio * (2 if ratio == OVERLAP_RATIO else 1)
     inputs = last[:, None] + 1 - num_inputs + np.arange(num_inputs)
-    return CompletedEntries(to_device(slots[ends_span]), to_device(last // ratio), to_device(inputs))
+    return slots[ends_span], last // ratio, inputs
 
 
 def num_entry_blocks(max_visible: int) -> int:

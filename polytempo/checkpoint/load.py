@@ -19,6 +19,7 @@ from polytempo.checkpoint.packed import RawReader, build_packed, may_overflow, p
 from polytempo.checkpoint.quant import FP8_BLOCK, dequantise_fp4, dequantise_fp8
 from polytempo.checkpoint.reader import Checkpoint, CheckpointReport, LoadItem, read_checkpoint
 from polytempo.config import ModelConfig
+from polytempo.device import require_room, resolve_device
 from polytempo.errors import CheckpointError, ConfigError, unknown_option
 from polytempo.model.deepseek_v4 import DeepseekV4
 
@@ -45,7 +46,7 @@ def load_model(
         path: checkpoint directory.
         dtype: of the weights: "float32", "bfloat16", a torch dtype, or "auto" for the config's own. Norms,
             hyper-connections, gates and sinks are float32 whatever this says.
-        device: where the weights go.
+        device: where the weights go; see `resolve_device`.
         require_mtp: fail if the checkpoint cannot speculate, with the list of what is missing.
         progress: show a bar on stderr if that is a terminal.
         weights: "expanded" turns quantised weights into `dtype`; "packed" leaves them as the checkpoint stores them,
@@ -57,14 +58,18 @@ def load_model(
 
     Raises:
         CheckpointError: see `read_checkpoint`; also a scale of NaN, or a weight that is not finite.
-        ConfigError: config.json is not a model that can be built, `dtype` is not supported, or `weights` is
-            "packed" and no weight is quantised.
+        ConfigError: config.json is not a model that can be built, `dtype` is not supported, the device cannot be used,
+            has no room for the weights, or `weights` is "packed" and no weight is quantised.
     """
     if weights not in WEIGHTS:
         raise ConfigError("option 'weights': " + unknown_option("value", str(weights), WEIGHTS))
+    device = resolve_device(device)
     checkpoint = read_checkpoint(path, require_mtp)
     model_dtype = resolve_dtype(dtype, checkpoint.config)
-    if weights == "packed":
+    is_packed = weights == "packed"
+    remedy = "use another device" if is_packed else "quantised ones take no more than their files with weights='packed'"
+    require_room(device, _memory_of(checkpoint, model_dtype, is_packed), "weights", remedy)
+    if is_packed:
         require_packed(checkpoint)
         model, fill = build_packed(checkpoint, model_dtype, device), _fill_packed
     else:
@@ -75,6 +80,17 @@ def load_model(
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden) as bar:
         fill(model, checkpoint, bar)
     return model, checkpoint.report
+
+
+def _memory_of(checkpoint: Checkpoint, dtype: torch.dtype, is_packed: bool) -> int:
+    """Bytes of a checkpoint's weights in a model."""
+    total = 0
+    for item in checkpoint.items:
+        if is_packed and item.scale is not None:
+            total += item.weight.num_bytes + item.scale.num_bytes
+        else:
+            total += math.prod(item.spec.shape) * item.spec.storage.memory_dtype(dtype).itemsize
+    return total
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polytempo.device import to_device
+
 FP8_BLOCK = 128
 FP4_RUN = 32
 SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
@@ -309,7 +311,7 @@ def _fp8_values(device: torch.device) -> Tensor:
 
 def _fp4_pairs(device: torch.device) -> Tensor:
     """[256, 2] float32: the two values of every packed byte."""
-    values = torch.tensor(_FP4_VALUES, device=device)
+    values = to_device(_FP4_VALUES, device)
     nibbles = torch.cat((values, -values))
     packed = torch.arange(256, device=device)
     return torch.stack((nibbles[packed & 15], nibbles[packed >> 4]), dim=-1)

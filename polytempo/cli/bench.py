@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polytempo.cli.options import DTYPES, WEIGHTS
+from polytempo.cli.options import DTYPES, WEIGHTS, device_option
 from polytempo.engine_config import KERNELS
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class _Rates(click.ParamType):
 @click.command("bench")
 @click.option("--model", "model_dir", type=click.Path(path_type=Path), help="Checkpoint directory.")
 @click.option("--dtype", "dtypes", default="auto", show_default=True, type=_List(None, DTYPES), help="Of the weights.")
+@device_option()
 @click.option("-b", "--batch", "batches", default="1,8,32", show_default=True, type=_List(), help="Rows.")
 @click.option(
     "--draft-lens", default="0,1,3,auto", show_default=True, type=_List(0, ("auto",)), help="0 does not speculate."
@@ -133,6 +134,7 @@ def bench_command(out_dir: Path | None, server: str | None, clients: list[int], 
     from polytempo.bench.suite import Suite, run_suite
 
     measurements = run_suite(Suite(**options))
+    click.echo(f"device: {measurements[0].device}")
     click.echo(table(measurements))
     wrong, notes = disagreements(measurements)
     click.echo("\n".join(wrong) if wrong else "all modes at layout ring emitted the same tokens")
@@ -170,6 +172,7 @@ def _profile(options: dict[str, Any], out_dir: Path | None) -> None:
     from polytempo.bench.suite import Suite, profile_suite
 
     found = profile_suite(Suite(**options))
+    click.echo(f"device: {found[0].device}")
     click.echo("\n\n".join(map(profile_table, found)))
     result = json.dumps({"profiles": [asdict(profile) for profile in found]})
     if out_dir is not None:

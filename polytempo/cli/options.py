@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from polytempo.engine_config import KERNELS
-from polytempo.errors import ConfigError
 
 if TYPE_CHECKING:
     from polytempo.llm import LLM
@@ -69,6 +68,12 @@ class _Bias(click.ParamType):
             self.fail(f"{value!r} is not TOKEN_ID=BIAS, for example 42=-100", param, ctx)
 
 
+def device_option() -> Callable[[Command], Command]:
+    """--device."""
+    text = "Where to run: cpu, cuda, cuda:1, …; auto is cuda where there is one."
+    return click.option("--device", metavar="DEVICE", default="cpu", show_default=True, help=text)
+
+
 def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command], Command]:
     """Add --model, --dtype and --device.
 
@@ -82,7 +87,7 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
     options = [
         click.option("--model", metavar="DIR", help="Checkpoint directory [default: the demo model]."),
         click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Of the weights."),
-        click.option("--device", default="cpu", show_default=True, help="Where to run."),
+        device_option(),
     ]
     if engine:
         options += [
@@ -211,14 +216,8 @@ def open_llm(model: str | None, dtype: str, device: str, limits: Mapping[str, An
         ConfigError: the device cannot be used, or a limit is out of range.
         CheckpointError: the checkpoint is broken.
     """
-    import torch
-
     from polytempo.llm import LLM
 
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
     weights = limits.get("weights") or WEIGHTS[0]
     options = {name: limits[name] for name in ENGINE_OPTIONS if name in limits}
     return LLM(model, dtype, device, weights=weights, **options)

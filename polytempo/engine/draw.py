@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from polytempo.device import to_device
 from polytempo.engine.logprobs import gather_logprobs
 from polytempo.engine.row import Row
 from polytempo.engine.sampling_position import SamplingPosition
@@ -44,7 +44,7 @@ def logprob_entries(rows: Sequence[Row], logits: Tensor, token_ids: Tensor) -> l
     entries: list[dict[int, Logprob] | None] = [None] * len(rows)
     asking = [place for place, row in enumerate(rows) if row.request.params.logprobs is not None]
     if asking:
-        places = torch.tensor(asking, device=logits.device)
+        places = to_device(asking, logits.device)
         counts = [rows[place].request.params.logprobs for place in asking]
         chosen = token_ids[places].clamp(min=0)
         for place, entry in zip(asking, gather_logprobs(logits[places], chosen, counts), strict=True):

@@ -7,6 +7,7 @@ import time
 from polytempo.cache.layout import StateShape
 from polytempo.cache.store import RowStore
 from polytempo.cache.view import BatchView
+from polytempo.device import current_device
 from polytempo.engine.capability import granted_advance_mode
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.prefix import PrefixCache
@@ -161,7 +162,7 @@ class Engine:
             self._is_stepping = True
             in_kernels = uses_kernels(self.target.model, self.target.store.target_windows)
             try:
-                with torch_on_one_thread(in_kernels):
+                with torch_on_one_thread(in_kernels), current_device(self.target.store.device):
                     seconds = run_step(self.target, self.proposer, self.policy, self.advance_mode, planned)
             finally:
                 self._is_stepping = False

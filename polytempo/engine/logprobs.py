@@ -118,13 +118,16 @@ def gather_logprobs(
     value = logits.gather(-1, chosen)
     ids = torch.arange(vocab_size, device=logits.device)
     is_ahead = (logits > value) | ((logits == value) & (ids < chosen))
-    chosen_ranks = (is_ahead.sum(-1) + 1).tolist()
+    chosen_ranks = is_ahead.sum(-1, keepdim=True) + 1
     top = ranked_ids(logits, max(wanted))
     both = torch.cat([chosen, top], dim=-1)
-    values = (logits.gather(-1, both).double() - log_normaliser(logits).unsqueeze(-1)).float().tolist()
+    values = (logits.gather(-1, both).double() - log_normaliser(logits).unsqueeze(-1)).float()
+    # Ranks, ids and values in one copy to the host, for which the device is waited for: float64 holds all exactly.
+    width = both.shape[1]
+    rows = torch.cat([chosen_ranks.double(), both.double(), values.double()], dim=-1).tolist()
     return [
-        _one_row(row_ids[: count + 1], row_values, rank, decode)
-        for row_ids, row_values, rank, count in zip(both.tolist(), values, chosen_ranks, wanted, strict=True)
+        _one_row([int(token_id) for token_id in row[1 : count + 2]], row[1 + width :], int(row[0]), decode)
+        for row, count in zip(rows, wanted, strict=True)
     ]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from polytempo.device import to_device
 from polytempo.types import SEED_MAX
 
 _MASK = 0xFFFFFFFF
@@ -48,7 +49,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     multiplied, mixed = counter[0::2], counter[1::2].flip(0)
     # A multiplier enters as itself - 2**32, so that the signed 64-bit product cannot overflow; the words * 2**32
     # that this lacks are added to the high half.
-    constants = [torch.tensor(pair, device=counter.device).view(2, 1, 1) for pair in (_MULTIPLIERS, _KEY_STEPS)]
+    constants = [to_device(pair, counter.device).view(2, 1, 1) for pair in (_MULTIPLIERS, _KEY_STEPS)]
     multipliers, key_steps = constants[0] - (1 << 32), constants[1]
     rounds = torch.arange(_ROUNDS, device=counter.device).view(-1, 1, 1, 1)
     swapped_keys = ((key + rounds * key_steps) & _MASK).flip(1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polytempo.cache.layout import Segment
 from polytempo.cache.streams import keep_spans
+from polytempo.device import to_device
 from polytempo.engine.draw import sampling_position
 from polytempo.engine.row import Row
 from polytempo.engine.sampling import NO_TOKEN, sample
@@ -191,7 +192,7 @@ class MTPProposer:
             now = max(start, item.start) - item.start
             token_idx += range(item.token_idx + now, item.token_idx + end - item.start)
         if cells:
-            streams = torch.cat((streams, self._kept[torch.tensor(cells, device=streams.device)]))
+            streams = torch.cat((streams, self._kept[to_device(cells, streams.device)]))
         return segments, token_idx, streams
 
     def _catch_up(

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polytempo.device import to_device
 from polytempo.engine.logprobs import first_argmax, ranked_ids
 from polytempo.engine.noise import Uniform, gumbel_noise, gumbel_noise_vocab, uniform
 from polytempo.engine.sampling_position import SamplingPosition
@@ -44,9 +45,14 @@ class SampledTokens:
     is_finite: Tensor
     has_candidates: Tensor
 
-    def failures(self) -> dict[int, str]:
-        """Why each position without a token has none, by its index; empty in the normal case."""
-        failed = [index for index, token_id in enumerate(self.token_ids.tolist()) if token_id == NO_TOKEN]
+    def failures(self, token_ids: Sequence[int] | None = None) -> dict[int, str]:
+        """Why each position without a token has none, by its index; empty in the normal case.
+
+        Args:
+            token_ids: the same ids on the host, from callers that have them: to read them waits for the device.
+        """
+        token_ids = self.token_ids.tolist() if token_ids is None else token_ids
+        failed = [index for index, token_id in enumerate(token_ids) if token_id == NO_TOKEN]
         return {
             index: "allowed_token_ids, the grammar, bad_words and min_tokens together leave no token to draw"
             if bool(self.is_finite[index])
@@ -120,9 +126,10 @@ def sample(logits: Tensor, positions: Sequence[SamplingPosition], ops: SamplingO
         return _sample_plain(logits, ops)
     if not plain:
         return _sample_processed(logits, positions, ops)
-    first = _sample_plain(logits[plain], ops)
-    second = _sample_processed(logits[other], [positions[i] for i in other], ops)
-    place = torch.tensor(plain + other, device=logits.device).argsort()
+    order = to_device(plain + other, logits.device)
+    first = _sample_plain(logits[order[: len(plain)]], ops)
+    second = _sample_processed(logits[order[len(plain) :]], [positions[i] for i in other], ops)
+    place = order.argsort()
     return SampledTokens(
         torch.cat([first.token_ids, second.token_ids])[place],
         torch.cat([first.is_finite, second.is_finite])[place],
@@ -146,7 +153,7 @@ def _sample_processed(logits: Tensor, positions: Sequence[SamplingPosition], ops
     has_candidates = ~is_finite | best.isfinite()
     token_ids = torch.empty(len(positions), dtype=torch.int64, device=logits.device)
     for draw, members in _by_draw(positions, ops).items():
-        rows = torch.tensor(members, device=logits.device)
+        rows = to_device(members, logits.device)
         token_ids[rows] = draw(processed[rows], [positions[i] for i in members])
     token_ids.masked_fill_(~(is_finite & has_candidates), NO_TOKEN)
     return SampledTokens(token_ids, is_finite, has_candidates)
@@ -192,7 +199,7 @@ def process_logits(logits: Tensor, positions: Sequence[SamplingPosition]) -> Ten
     _add_bias(logits, positions)
     penalised = [i for i, p in enumerate(positions) if p.params.has_penalties]
     if penalised:
-        rows = torch.tensor(penalised, device=logits.device)
+        rows = to_device(penalised, logits.device)
         logits[rows] = _penalise(logits[rows], [positions[i] for i in penalised])
     return logits
 
@@ -200,13 +207,13 @@ def process_logits(logits: Tensor, positions: Sequence[SamplingPosition]) -> Ten
 def _restrict(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
     for row_idx, position in enumerate(positions):
         if position.params.allowed_token_ids:
-            allowed = torch.from_numpy(position.params.allowed_array).to(logits.device)
+            allowed = to_device(position.params.allowed_array, logits.device)
             kept = logits[row_idx, allowed]
             logits[row_idx] = -torch.inf
             logits[row_idx, allowed] = kept
         if position.grammar_mask is not None:
             bits = np.unpackbits(np.frombuffer(position.grammar_mask, np.uint8), bitorder="little")
-            allows = torch.from_numpy(bits[: logits.shape[-1]]).to(logits.device).bool()
+            allows = to_device(bits[: logits.shape[-1]], logits.device).bool()
             logits[row_idx].masked_fill_(~allows, -torch.inf)
 
 
@@ -222,33 +229,34 @@ def _ban(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
         rows += [row_idx] * len(banned)
         ids += banned
     if rows:
-        logits[torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device)] = -torch.inf
+        logits[tuple(to_device([rows, ids], logits.device))] = -torch.inf
 
 
 def _add_bias(logits: Tensor, positions: Sequence[SamplingPosition]) -> None:
     biased = [(i, t, b) for i, p in enumerate(positions) for t, b in (p.params.logit_bias or {}).items()]
     if biased:
         rows, ids, values = (list(column) for column in zip(*biased, strict=True))
-        place = torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device)
-        logits[place] += torch.tensor(values, dtype=torch.float32, device=logits.device)
+        place = tuple(to_device([rows, ids], logits.device))
+        logits[place] += to_device(values, logits.device, torch.float32)
 
 
 def _count(like: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
     """How often each token occurs in each of N histories: [N, V] float32, exact below 2**24 occurrences."""
     num_rows, vocab_size = like.shape
-    lengths = torch.tensor([len(history) for history in histories])
-    ids = torch.tensor(list(chain.from_iterable(histories)), dtype=torch.int64)
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise InvariantError(f"token ids {int(ids.min())}..{int(ids.max())} beside logits of {vocab_size} tokens")
-    cells = torch.arange(num_rows).repeat_interleave(lengths) * vocab_size + ids
-    counts = torch.bincount(cells.to(like.device), minlength=num_rows * vocab_size)
-    return counts.view(num_rows, vocab_size).float()
+    lengths = [len(history) for history in histories]
+    ids = np.fromiter(chain.from_iterable(histories), np.int64, sum(lengths))
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise InvariantError(f"token ids {ids.min()}..{ids.max()} beside logits of {vocab_size} tokens")
+    cells = to_device(np.arange(num_rows).repeat(lengths) * vocab_size + ids, like.device)
+    # Not bincount, which waits for the device to learn the size of its result. Sums of ones are exact in any order.
+    counts = torch.zeros(num_rows * vocab_size, dtype=torch.float32, device=like.device)
+    return counts.index_add_(0, cells, torch.ones_like(cells, dtype=torch.float32)).view(num_rows, vocab_size)
 
 
 def _column(positions: Sequence[SamplingPosition], name: str, like: Tensor) -> Tensor:
     """One option of all positions as [N, 1] in the dtype of `like`."""
     values = [getattr(position.params, name) for position in positions]
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+    return to_device(values, like.device, like.dtype).unsqueeze(-1)
 
 
 def _penalise(logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
@@ -291,8 +299,9 @@ def _draw_among(logits: Tensor, ids: Tensor, positions: Sequence[SamplingPositio
     """Filter the ranked candidates ids [N, K], then draw; every filter keeps a prefix of the ranking."""
     scaled = _scale(logits, positions).gather(-1, ids)
     keep = _filter(scaled, positions)
-    width = max(1, int(keep.sum(-1).max()))
-    ids, scaled, keep = ids[:, :width], scaled[:, :width], keep[:, :width]
+    if keep.device.type == "cpu":  # elsewhere noise that nobody needs costs less than waiting for the width
+        width = max(1, int(keep.sum(-1).max()))
+        ids, scaled, keep = ids[:, :width], scaled[:, :width], keep[:, :width]
     noise = gumbel_noise(*_noise_address(positions, logits.device), ids)
     scores = torch.where(keep, scaled.double() + noise, -torch.inf)
     is_best = scores == scores.amax(-1, keepdim=True)
@@ -315,7 +324,7 @@ def _filter(scaled: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     keep = weights >= _column(positions, "min_p", scaled)
     ranks = torch.arange(scaled.shape[-1], device=scaled.device)
     top_k = [min(p.params.top_k, scaled.shape[-1]) if p.params.top_k > 0 else scaled.shape[-1] for p in positions]
-    keep &= ranks < torch.tensor(top_k, device=scaled.device).unsqueeze(-1)
+    keep &= ranks < to_device(top_k, scaled.device).unsqueeze(-1)
     keep &= scaled > -torch.inf
     reached = torch.where(keep, weights, 0.0).cumsum(-1, dtype=torch.float64)
     before = F.pad(reached[:, :-1], (1, 0))
@@ -326,4 +335,4 @@ def _filter(scaled: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
 def _noise_address(positions: Sequence[SamplingPosition], device: torch.device) -> tuple[Tensor, ...]:
     """Seeds, choices and absolute positions, each [N] int64."""
     columns = zip(*((p.seed, p.choice, p.position) for p in positions), strict=True)
-    return tuple(torch.tensor(column, dtype=torch.int64, device=device) for column in columns)
+    return tuple(to_device(list(columns), device, torch.int64))

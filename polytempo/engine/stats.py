@@ -9,7 +9,7 @@ RECENT_FADE = 0.9
 
 @dataclass
 class StepSeconds:
-    """Seconds of each phase of one step, or of many added up. On a GPU, phases overlap what the next one waits for.
+    """Seconds of each phase of one step, or of many added up; see `StepClock` for where a phase ends on a device.
 
     Attributes:
         plan: choosing segments, packing them, building index tensors.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.cache.layout import check_segments
+from polytempo.device import to_device
 from polytempo.engine.accept import Verdict, accept, advance
 from polytempo.engine.draft_length import DraftPolicy
 from polytempo.engine.draw import logprob_entries, sampling_position
@@ -28,6 +29,7 @@ from polytempo.engine.row import Row
 from polytempo.engine.sampling import sample
 from polytempo.engine.scheduler import PlannedRow
 from polytempo.engine.stats import StepSeconds
+from polytempo.engine.step_clock import StepClock
 from polytempo.engine.target import Target
 from polytempo.engine_config import AdvanceMode
 from polytempo.model.forward import target_forward
@@ -53,15 +55,15 @@ def run_step(
     Returns:
         What each phase took.
     """
-    started = time.perf_counter()
+    clock = StepClock(target.store.device)
     segments = [item.segment for item in planned]
     check_segments(segments, target.config)
     view = target.store.target_view(segments, target.model.config.compress_ratios)
-    packed = time.perf_counter()
     num_drafts = sum(item.num_drafts for item in planned)
     keeps_streams = proposer.needs_streams and not num_drafts
+    clock.mark()
     streams = target_forward(target.model, target.tables, target.store, view, keeps_streams=keeps_streams)
-    forwarded = time.perf_counter()
+    clock.mark()
     firsts = view.first_token_idx
     _record_prompt_logprobs(target, planned, firsts, streams)
     verifying = [place for place, item in enumerate(planned) if item.reaches_end]
@@ -72,21 +74,22 @@ def run_step(
         _verify(target, policy, mode, *chosen, streams)
     going_on = [CaughtUp(item.row, item.segment.start, first)
                 for item, first in zip(planned, firsts, strict=True) if not item.row.is_finished]  # fmt: skip
-    verified = time.perf_counter()
+    verified = clock.mark()  # the device is not behind: the drawn tokens were read
     # A prompt's tokens cost less than as many verify positions, and would pass for cheap drafts.
     is_timed = proposer.can_draft and view.num_tokens == len(planned) + num_drafts
     if is_timed:
-        policy.record_verifying(view.num_tokens, num_drafts > 0, verified - started)
+        policy.record_verifying(view.num_tokens, num_drafts > 0, verified)
     rows = [item.row for item in going_on]
     draft_lens = policy.lengths(rows) if proposer.can_draft else [0] * len(rows)
     proposer.propose(going_on, streams, draft_lens, keeps_streams)
-    proposed = time.perf_counter()
+    clock.mark()
     if target.prefix_cache is not None:
         for item in going_on:
             target.prefix_cache.keep(item.row, item.start, streams[item.token_idx :])
+    seconds = StepSeconds(*clock.phases())
     if is_timed:
-        policy.record_proposing(draft_lens, proposed - verified)
-    return StepSeconds(packed - started, forwarded - packed, verified - forwarded, proposed - verified)
+        policy.record_proposing(draft_lens, seconds.propose)
+    return seconds
 
 
 def _verify(
@@ -101,12 +104,13 @@ def _verify(
         positions += [sampling_position(item.row, item.drafts[:place]) for place in range(item.num_drafts + 1)]
         rows += [item.row] * (item.num_drafts + 1)
     if len(token_idx) < len(streams):
-        streams = streams[torch.tensor(token_idx, device=streams.device)]
+        streams = streams[to_device(token_idx, streams.device)]
     logits = target.model.logits(streams)
     drawn = sample(logits, positions, target.sampling_ops)
-    failures = drawn.failures()
     entries = logprob_entries(rows, logits, drawn.token_ids)
-    token_ids = [None if place in failures else token for place, token in enumerate(drawn.token_ids.tolist())]
+    drawn_ids = drawn.token_ids.tolist()
+    failures = drawn.failures(drawn_ids)
+    token_ids = [None if place in failures else token for place, token in enumerate(drawn_ids)]
     starts, verdicts = [], []
     place = 0
     for item in planned:
@@ -169,5 +173,5 @@ def _record_prompt_logprobs(
         new = max(start, len(request.prompt_logprobs) - 1)
         if end > new:
             logits = target.model.logits(streams[first + new - start : first + end - start])
-            following = torch.tensor(request.prompt_token_ids[new + 1 : end + 1], device=logits.device)
+            following = to_device(request.prompt_token_ids[new + 1 : end + 1], logits.device)
             request.prompt_logprobs += gather_logprobs(logits, following, request.params.prompt_logprobs)

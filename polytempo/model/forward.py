@@ -12,6 +12,7 @@ from polytempo.cache.store import RowStore
 from polytempo.cache.streams import keep_forward
 from polytempo.cache.view import BatchView
 from polytempo.cache.window import WindowLayout
+from polytempo.device import to_device
 from polytempo.model.cached_attention import CachedAttention, write_window
 from polytempo.model.caller_mask import check_caller_mask
 from polytempo.model.deepseek_v4 import DeepseekV4
@@ -122,7 +123,7 @@ def mtp_catch_up(
         view = store.mtp_view([*written, *queried])
         return model.native.mtp_block(tables, store, view, streams, view.num_tokens - num_written, token_idx)
     if token_idx is not None:
-        streams = streams[torch.tensor(token_idx, device=streams.device)]
+        streams = streams[to_device(token_idx, streams.device)]
     if written:
         mtp_write(model, tables, store, store.mtp_view(written), streams[:num_written])
     if not queried:

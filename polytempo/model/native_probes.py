@@ -1,4 +1,4 @@
-"""What `make invariance` asks of the C++ kernels: rows computed together, for any first row and number of rows."""
+"""What `make invariance` asks of C++ kernels and of whole forwards: rows computed together, any first and number."""
 
 from __future__ import annotations
 
@@ -47,42 +47,49 @@ def kernels_in_use() -> str:
 
 def linear_probe(x: Tensor, weight: Tensor) -> Callable[[int, int], Tensor] | None:
     """Rows of x [M, K] through the kernel of weight [N, K]; None where there are no kernels."""
-    library = load_or_note()
+    library = load_or_note() if x.device.type == "cpu" else None
     if library is None:
         return None
     x, weight = x.contiguous(), weight.contiguous()
     return lambda first, count: ops.linear(library, x[first : first + count], weight)
 
 
-def forward_probes(config: ModelConfig, dtype: torch.dtype) -> Iterator[NativeProbe]:
+def forward_probes(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: str | None = None
+) -> Iterator[NativeProbe]:
     """A whole forward, by rows and by the tokens of a chunk, through three layers of this kind of model.
 
     Args:
         config: gives widths of heads, ranks and streams; vocabulary, experts and hidden size are bounded, since they
             change nothing but how often a loop runs.
         dtype: of weights and state.
+        device: where they lie.
+        kernels: what runs it: on the CPU "native" by default, and then nothing is yielded where there are none;
+            elsewhere "auto".
     """
-    if load_or_note() is None:
+    kernels = kernels or ("native" if device.type == "cpu" else "auto")
+    if kernels == "native" and load_or_note() is None:
         return
     small = replace(
         config, vocab_size=min(config.vocab_size, 512), hidden_size=min(config.hidden_size, 512),
         n_routed_experts=min(config.n_routed_experts, max(32, config.num_experts_per_tok)), num_hidden_layers=3,
         compress_ratios=(0, 4, 128), num_hash_layers=0,
     )  # fmt: skip
-    harness = _Rows(small, dtype)
+    harness = _Rows(small, dtype, device, kernels)
     shape = f"hidden {small.hidden_size}, {small.num_attention_heads} heads of {small.head_dim}"
-    yield NativeProbe("native forward by rows", shape, harness.rows, ROWS)
-    yield NativeProbe("native forward by chunk", shape, harness.chunk, ROWS)
+    name = "native forward" if kernels == "native" else "forward"
+    yield NativeProbe(f"{name} by rows", shape, harness.rows, ROWS)
+    yield NativeProbe(f"{name} by chunk", shape, harness.chunk, ROWS)
 
 
 class _Rows:
     """A random model with ROWS rows, each at a position of its own."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.model = _random_model(config, dtype).with_kernels("native")
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: str) -> None:
+        self.model = _random_model(config, dtype, device).with_kernels(kernels)
         limits = EngineConfig(max_rows=ROWS, max_model_len=512, max_chunk=400, max_step_tokens=32768)
-        self.tables = RopeTables.build(config, limits.max_model_len)
-        self.store = RowStore.allocate(StateShape.build(config, limits), ROWS, dtype)
+        self.tables = RopeTables.build(config, limits.max_model_len, device)
+        self.store = RowStore.allocate(StateShape.build(config, limits), ROWS, dtype, device)
         self.ids = torch.randint(0, config.vocab_size, (ROWS, 512)).tolist()
         self._forward([Segment(row, 0, self.ids[row][: POSITION + row]) for row in range(ROWS)])
 
@@ -101,10 +108,10 @@ class _Rows:
         return target_forward(self.model, self.tables, self.store, view).flatten(1)
 
 
-def _random_model(config: ModelConfig, dtype: torch.dtype) -> DeepseekV4:
-    model = DeepseekV4(config, dtype)
+def _random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DeepseekV4:
+    model = DeepseekV4(config, dtype, device)
     for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape)
+        noise = torch.randn(weight.shape, device=device)
         if weight.dim() == 1:
             weight.data.copy_(1 + 0.2 * noise)
         else:

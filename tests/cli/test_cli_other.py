@@ -68,7 +68,7 @@ def test_unknown_command_suggests_the_nearest():
 
 def test_unusable_device_is_an_error_of_one_line():
     result = CliRunner().invoke(cli, ["generate", "--prompt", "a", "--device", "nonsense"])
-    assert result.exit_code == 2 and result.stderr.startswith("Error: device 'nonsense' cannot be used: ")
+    assert result.exit_code == 2 and result.stderr.startswith("Error: option 'device': unknown device 'nonsense'")
     assert result.stderr.count("\n") == 1
 
 
