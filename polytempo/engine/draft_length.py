@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from polytempo.engine.draft_phases import Exploring, Pause, Paying, few_drafts
+from polytempo.engine.draft_phases import LEAST_GAIN, TRIAL_LOSS, TRIAL_STEPS, Exploring, Pause, Paying, few_drafts
 from polytempo.engine.draft_plan import Plan, best_plan
 from polytempo.engine.row import Row
 from polytempo.engine.step_cost import LinearCost, Pace
@@ -87,6 +87,7 @@ class DraftPolicy:
         exploring: how far it went.
         pause: how long no draft has paid, and when to try again.
         paying: how long drafts have paid.
+        num_trials: steps for which drafts that were just tried go on though they seem to lose a little.
     """
 
     config: EngineConfig
@@ -99,6 +100,7 @@ class DraftPolicy:
     exploring: Exploring = Exploring()
     pause: Pause = Pause()
     paying: Paying = Paying()
+    num_trials: int = 0
 
     def record(self, row: Row, num_drafted: int, num_accepted: int) -> None:
         """Take in what became of a row's drafts in one verify."""
@@ -160,14 +162,15 @@ class DraftPolicy:
             return [0] * len(rows)
         wanted = self.exploring.wanted(self.verify_cost.count, self.draft_cost.count, room)
         if wanted is not None:
-            self.exploring = self.exploring.explored()
+            self.exploring, self.num_trials = self.exploring.explored(), TRIAL_STEPS
             return wanted
         if self.pause.num_retrying:
-            self.pause = self.pause.retried()
+            self.pause, self.num_trials = self.pause.retried(), TRIAL_STEPS
             return few_drafts(room)
         plan = self._weigh(rows, room, fixed)
         pays = any(plan.lengths)
         self.paying = self.paying.weighed(pays)
+        self.num_trials = max(0, self.num_trials - 1) if pays else 0
         if pays:
             self.pause = Pause()
             return [0] * len(rows) if self.paying.is_looking else plan.lengths
@@ -182,5 +185,5 @@ class DraftPolicy:
         prior = self.acceptance.rate
         chances = [row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows]
         fixed_chances = [(row.stats.recent_acceptance(prior, ROW_WEIGHT), count) for row, count in fixed]
-        is_drafting = self.paying.num_steps > 0
-        return best_plan(chances, room, fixed_chances, self.verify_cost, self.draft_cost, is_drafting)
+        least_gain = -TRIAL_LOSS if self.num_trials else 0.0 if self.paying.num_steps else LEAST_GAIN
+        return best_plan(chances, room, fixed_chances, self.verify_cost, self.draft_cost, least_gain)

@@ -28,6 +28,12 @@ RETRY_DRAFTS, RETRY_STEPS = 2, 3
 LOOK_FIRST, LOOK_MOST, LOOK_STEPS = 8, 48, 2
 """Steps with drafts after which a few make none, and how many these are. The first of them is not timed, being of
 another kind. The wait doubles: a beginning that few and noisy measurements spoke for must not last."""
+LEAST_GAIN = 0.03
+"""Part of the speed that drafts must promise to gain before a batch that rests begins: its rows then make the keys of
+their last window, and the best of many plans is in part the luckiest. A batch that drafts goes on for any gain."""
+TRIAL_LOSS, TRIAL_STEPS = 0.03, 16
+"""Part of the speed that drafts may seem to lose when they were just tried, and steps for which they go on all the
+same: the first drafts after a pause take a tenth longer than the next, as do the first steps without."""
 CLEAR_LOSS = 0.05
 """Part of the expected speed that one draft per row must lose for the longest waits: where it loses less, trying costs
 little, and noise decides."""

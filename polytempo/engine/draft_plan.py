@@ -7,10 +7,6 @@ from typing import NamedTuple
 
 from polytempo.engine.step_cost import LinearCost
 
-LEAST_GAIN = 0.03
-"""Part of the speed that drafts must promise to gain before a batch without any begins: its rows then make the keys of
-their last window, and the best of many plans is in part the luckiest. A batch that drafts goes on for any gain."""
-
 
 class Plan(NamedTuple):
     """Drafts of one step.
@@ -78,7 +74,7 @@ def best_plan(
     fixed: Sequence[tuple[float, int]],
     verify_cost: LinearCost,
     draft_cost: LinearCost,
-    is_drafting: bool,
+    least_gain: float,
 ) -> Plan:
     """The lengths of most expected tokens per second.
 
@@ -88,7 +84,7 @@ def best_plan(
         fixed: chance and drafts of each row whose length is not to be chosen: the step feeds and makes these anyway.
         verify_cost: seconds by tokens fed.
         draft_cost: seconds of one forward of the MTP block by rows in it.
-        is_drafting: whether the batch drafts already, so that any gain will do.
+        least_gain: part of the speed without drafts that they must gain; negative: that they may lose.
 
     Returns:
         No drafts, and no loss, where either cost was never measured.
@@ -97,7 +93,7 @@ def best_plan(
     if not (verify_cost.recent and draft_cost.recent):
         return Plan(lengths)
     step = PlainStep.of(len(room), fixed, verify_cost, draft_cost)
-    least = step.tokens / step.plain_seconds * (1 if is_drafting else 1 + LEAST_GAIN)
+    least = step.tokens / step.plain_seconds * (1 + least_gain)
     drafts = best_drafts(step, chances, room, least)
     if not drafts:
         return Plan(lengths, step.loss([chance for chance, most in zip(chances, room, strict=True) if most]))

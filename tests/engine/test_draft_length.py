@@ -137,7 +137,7 @@ def test_steps_that_are_never_timed_end_the_exploring():
     retried = [RETRY_DRAFTS] * RETRY_STEPS
     assert chosen == [EXPLORED[0]] * MOST_EXPLORED + [0] * RETRY_FIRST + retried + [0] * REST
     assert policy.exploring.num_steps == MOST_EXPLORED
-    assert best_plan([0.7], [4], [], policy.verify_cost, policy.draft_cost, is_drafting=False) == Plan([0], loss=0.0)
+    assert best_plan([0.7], [4], [], policy.verify_cost, policy.draft_cost, least_gain=0.0) == Plan([0], loss=0.0)
     once = DraftPolicy(EngineConfig())
     once.verify_cost.record(3, 1.0)
     chosen = [once.lengths([row])[0] for _ in range(MOST_EXPLORED + RETRY_FIRST)]
