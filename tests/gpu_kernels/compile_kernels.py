@@ -1,0 +1,103 @@
+"""Compile every kernel for GPUs that need not be there; prints one JSON line per kernel, dtype and architecture.
+
+A process of its own: Triton decides once, when it is imported, whether kernels are compiled or interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from polytempo import gpu
+from polytempo.gpu import experts, launch, norms, products
+
+ARCHITECTURES = (80, 90)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+
+
+def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Calls that between them launch every kernel, at sizes of a real model and at sizes that divide by nothing."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    ids = empty(7, 6, dtype=torch.int64)
+    return {
+        "linear": lambda: gpu.linear(empty(7, 4096), empty(1536, 4096)),
+        "linear, odd sizes": lambda: gpu.linear(empty(7, 33), empty(9, 33)),
+        "matmul": lambda: gpu.matmul(empty(16, 7, 512), empty(16, 1024, 512).transpose(1, 2)),
+        "rms_norm": lambda: gpu.rms_norm(empty(7, 4096), 1e-6),
+        "rms_norm, weighted": lambda: gpu.rms_norm(empty(7, 512), 1e-6, empty(512, dtype=torch.float32)),
+        "experts": lambda: gpu.expert_outputs(empty(7, 4096), ids, empty(256, 4096, 4096), empty(256, 4096, 2048), 10.0),
+        "experts, odd sizes": lambda: gpu.expert_outputs(empty(7, 33), ids, empty(9, 10, 33), empty(9, 33, 5), 10.0),
+    }
+
+
+def source(kernel: triton.JITFunction, arguments: tuple, constants: dict[str, object]) -> ASTSource:
+    """What a launch with these arguments would compile."""
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        value = arguments[place]
+        if isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and name not in kernel.do_not_specialize:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """What a thread of the kernel takes: REG in registers, the others in bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {name: int(count) for name, count in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+
+
+def main() -> None:
+    """Compile all."""
+    label = ""
+
+    def compile_instead(kernel, num_programs, first, *arguments, **constants):
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+        for architecture in ARCHITECTURES:
+            target = GPUTarget("cuda", architecture, 32)
+            built = triton.compile(source(kernel, (first, *arguments), constants), target=target, options=options)
+            found = {
+                "kernel": kernel.fn.__name__, "call": label, "architecture": architecture,
+                "cubin": len(built.asm["cubin"]), "dynamic_shared": built.metadata.shared,
+                "ptx_has_tf32": "tf32" in built.asm["ptx"],
+                "ptx_has_bf16_mma": bool(re.search(r"mma\S*\.bf16", built.asm["ptx"])),
+                **resources(built.asm["cubin"]),
+            }  # fmt: skip
+            print(json.dumps(found), flush=True)
+
+    for module in (experts, norms, products):
+        module.launch = compile_instead
+    assert launch.launch is not compile_instead
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, call in calls(dtype).items():
+            label = f"{name}, {dtype}"
+            call()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Experts in Triton: near their twin, and each token a function of itself and its own experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_support import DEVICE, each_dtype, randn
+
+from polytempo import gpu
+from polytempo.errors import InvariantError
+from polytempo.gpu import experts
+from polytempo.model import moe, ops
+
+NUM_EXPERTS, INNER, WIDTH, LIMIT = 5, 35, 50, 1.5
+
+
+def weights(dtype):
+    w13 = randn(NUM_EXPERTS, 2 * INNER, WIDTH, seed=1, dtype=dtype) / 5
+    return w13, randn(NUM_EXPERTS, WIDTH, INNER, seed=2, dtype=dtype) / 5
+
+
+def random_choices(num_tokens: int, top_k: int, seed: int = 0, of: int = NUM_EXPERTS) -> torch.Tensor:
+    """Distinct experts of each token, in an order of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(of, generator=generator)[:top_k] for _ in range(num_tokens)]).to(DEVICE)
+
+
+def module_of(dtype):
+    class Config:
+        n_routed_experts, moe_intermediate_size, hidden_size, swiglu_limit = NUM_EXPERTS, INNER, WIDTH, LIMIT
+
+    module = moe.Experts(Config, dtype, DEVICE)
+    w13, w2 = weights(dtype)
+    module.w13.copy_(w13)
+    module.w2.copy_(w2)
+    return module
+
+
+CHOICES = {
+    "random": random_choices(23, 3),
+    "one token": random_choices(1, 3),
+    "all on one expert": torch.full((40, 1), 3, device=DEVICE),
+    "only the first and the last": torch.tensor([[0, 4], [4, 0], [4, 0]], device=DEVICE),
+    "whole tiles": torch.arange(2, device=DEVICE).repeat_interleave(16).unsqueeze(1) + 1,
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("name", CHOICES)
+def test_as_the_twin(dtype, name, monkeypatch):
+    module, expert_ids = module_of(dtype), CHOICES[name]
+    x = randn(len(expert_ids), WIDTH, seed=3, dtype=dtype)
+    shares = randn(*expert_ids.shape, seed=4).abs()
+    found = module(x, expert_ids, shares)
+    monkeypatch.setattr(ops, "TRITON_DEVICES", set())
+    twin = module(x, expert_ids, shares)
+    w13, w2 = weights(dtype)
+    gate, up = torch.einsum("td,tkid->tki", x.double(), w13[expert_ids].double()).chunk(2, dim=-1)
+    assert (gate > LIMIT).any() and (up.abs() > LIMIT).any(), "the limit must matter"
+    assert found.dtype == torch.float32 and found.shape == x.shape
+    # Three roundings to the dtype on the way (projections, activation, output), and sums of up to 50 terms between.
+    bound = (3 * torch.finfo(dtype).eps + WIDTH * torch.finfo(torch.float32).eps) * twin.abs().max()
+    assert (found - twin).abs().max() <= bound
+    assert (found - module(x, (expert_ids + 1) % NUM_EXPERTS, shares)).abs().max() > 10 * bound
+
+
+@each_dtype
+def test_tokens_do_not_depend_on_their_neighbours(dtype):
+    module, expert_ids = module_of(dtype), random_choices(40, 2, seed=5)
+    expert_ids[20:, 0] = 2  # more than a tile of one expert
+    x, shares = randn(40, WIDTH, seed=6, dtype=dtype), randn(40, 2, seed=7).abs()
+    together = module(x, expert_ids, shares)
+    assert len({tuple(row) for row in together.tolist()}) == 40
+    for first, count in ((0, 1), (7, 1), (21, 1), (39, 1), (0, 2), (5, 15), (3, 16), (18, 17)):
+        part = slice(first, first + count)
+        assert torch.equal(module(x[part], expert_ids[part], shares[part]), together[part]), (first, count)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    assert torch.equal(module(x[order], expert_ids[order], shares[order]), together[order])
+
+
+@each_dtype
+def test_what_is_not_finite_stays_in_its_token(dtype):
+    module, expert_ids = module_of(dtype), random_choices(20, 2, seed=9)
+    x, shares = randn(20, WIDTH, seed=10, dtype=dtype), randn(20, 2, seed=11).abs()
+    expected = module(x, expert_ids, shares)
+    x[4] = torch.nan
+    found = module(x, expert_ids, shares)
+    assert found[4].isnan().all(), "a limit must not turn NaN into a number"
+    others = [i for i in range(20) if i != 4]
+    assert torch.equal(found[others], expected[others])
+
+
+def test_choices_are_added_in_the_tokens_own_order():
+    """Float32 sums of three numbers of different size depend on their order."""
+    module, expert_ids = module_of(torch.float32), random_choices(12, 3, seed=12)
+    x, shares = randn(12, WIDTH, seed=13), torch.tensor([1e4, 1.0, -1e4], device=DEVICE).expand(12, 3)
+    outputs = gpu.expert_outputs(x, expert_ids, module.w13, module.w2, LIMIT) * shares.unsqueeze(-1)
+    expected = (outputs[:, 0] + outputs[:, 1]) + outputs[:, 2]
+    assert torch.equal(module(x, expert_ids, shares), expected)
+    assert not torch.equal(outputs[:, 0] + (outputs[:, 1] + outputs[:, 2]), expected)
+
+
+def test_no_tokens():
+    w13, w2 = weights(torch.float32)
+    found = gpu.expert_outputs(randn(0, WIDTH), torch.zeros(0, 3, dtype=torch.int64, device=DEVICE), w13, w2, LIMIT)
+    assert found.shape == (0, 3, WIDTH)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tiles_cover_every_choice_once(name):
+    expert_ids, block = CHOICES[name], 4
+    cut = experts.choice_tiles(expert_ids, NUM_EXPERTS, block)
+    flat, found = expert_ids.flatten(), []
+    for expert, first in zip(cut.experts.tolist(), cut.firsts.tolist(), strict=True):
+        if expert < NUM_EXPERTS:
+            places = cut.order[first : min(first + block, int(cut.ends[expert]))]
+            assert len(places) and (flat[places] == expert).all()
+            found += places.tolist()
+    assert sorted(found) == list(range(flat.numel()))
+    for expert in range(NUM_EXPERTS):
+        own = [place for place in found if flat[place] == expert]
+        assert own == sorted(own), "an expert's choices keep the tokens' order"
+
+
+def test_the_bound_on_tiles_is_reached():
+    """A bound that is too small would drop choices of the last experts."""
+    # One full tile and a single choice for each of three experts: 3 · 2 tiles.
+    expert_ids = torch.arange(3, device=DEVICE).repeat_interleave(5).unsqueeze(1)
+    cut = experts.choice_tiles(expert_ids, 3, 4)
+    assert len(cut.experts) == 6 and (cut.experts < 3).all()
+
+
+@pytest.mark.parametrize("fault", ["width", "experts", "strides", "dtype"])
+def test_operands_that_do_not_fit_are_refused(fault):
+    (w13, w2), x = weights(torch.float32), randn(2, WIDTH)
+    if fault == "width":
+        x = x[:, :-1]
+    elif fault == "experts":
+        w13 = w13[1:]
+    elif fault == "strides":
+        w2 = w2.transpose(1, 2).contiguous().transpose(1, 2)
+    else:
+        x = x.bfloat16()
+    with pytest.raises(InvariantError):
+        gpu.expert_outputs(x, random_choices(2, 3), w13, w2, LIMIT)
