@@ -1,4 +1,4 @@
-"""RMS norms, one program per row; twins: model.ops.RMSNorm and model.ops.unweighted_rms_norm."""
+"""RMS norms in tiles of whole rows; twins: model.ops.RMSNorm and model.ops.unweighted_rms_norm."""
 
 from __future__ import annotations
 
@@ -8,26 +8,32 @@ from torch import Tensor
 
 from polytempo.gpu.launch import launch
 
-MAX_BLOCK = 1024
-"""Most columns of a row that are read at once."""
+TILE_ELEMENTS, MAX_ROWS = 4096, 32
+"""Elements that a program has at a time, and most rows among them: the size of a row alone decides a tile's shape."""
 
 
-@triton.jit
-def rms_norm_kernel(x, weight, out, size, eps, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: squares are added lane by lane in ascending blocks, then the lanes in the compiler's fixed tree."""
-    row = tl.program_id(0).to(tl.int64) * size
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        part = tl.load(x + row + columns, mask=columns < size, other=0.0).to(tl.float32)
+@triton.jit(do_not_specialize=["num_rows"])
+def rms_norm_kernel(
+    x, weight, out, num_rows, size, eps, HAS_WEIGHT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """BLOCK_ROWS rows: squares are added lane by lane in ascending blocks, then the lanes in the compiler's tree."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    starts, is_row = rows.to(tl.int64) * size, rows < num_rows
+    squares = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
+    for first in range(0, size, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = is_row[:, None] & (columns < size)[None, :]
+        part = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         squares += part * part
-    scale = tl.rsqrt(tl.sum(squares, 0) / size + eps)
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        scaled = tl.load(x + row + columns, mask=columns < size, other=0.0).to(tl.float32) * scale
+    scale = tl.rsqrt(tl.sum(squares, 1) / size + eps)
+    for first in range(0, size, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = is_row[:, None] & (columns < size)[None, :]
+        part = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        scaled = part * scale[:, None]
         if HAS_WEIGHT:
-            scaled = tl.load(weight + columns, mask=columns < size, other=0.0) * scaled
-        tl.store(out + row + columns, scaled.to(out.dtype.element_ty), mask=columns < size)
+            scaled = tl.load(weight + columns, mask=columns < size, other=0.0)[None, :] * scaled
+        tl.store(out + starts[:, None] + columns[None, :], scaled.to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -43,10 +49,11 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """
     x = x.contiguous()
     out, size = x.new_empty(x.shape), x.shape[-1]
-    block = min(MAX_BLOCK, triton.next_power_of_2(size))
     num_rows = x.numel() // size
+    block = min(TILE_ELEMENTS, triton.next_power_of_2(size))
+    block_rows = min(MAX_ROWS, TILE_ELEMENTS // block)
     launch(
-        rms_norm_kernel, num_rows, x, x if weight is None else weight, out, size, eps,
-        HAS_WEIGHT=weight is not None, BLOCK=block,
+        rms_norm_kernel, triton.cdiv(num_rows, block_rows), x, x if weight is None else weight, out, num_rows, size,
+        eps, HAS_WEIGHT=weight is not None, BLOCK_ROWS=block_rows, BLOCK=block,
     )  # fmt: skip
     return out

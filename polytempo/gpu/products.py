@@ -110,9 +110,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     out = a.new_empty(num_batches, num_rows, width)
     tiles = TILES[a.dtype]
     num_tiles = num_batches * triton.cdiv(num_rows, tiles["BLOCK_M"]) * triton.cdiv(width, tiles["BLOCK_N"])
+    # A lone batch takes no step. Torch's says how many rows there are, and Triton compiles anew for steps of other kinds.
+    a_batch_step, b_batch_step = (a.stride(0), b.stride(0)) if num_batches > 1 else (0, 0)
     launch(
         product_kernel, num_tiles, a, b, out, num_rows, width, depth,
-        a.stride(0), a.stride(1), a.stride(2), b.stride(0), b.stride(2), b.stride(1), **tiles,
+        a_batch_step, a.stride(1), a.stride(2), b_batch_step, b.stride(2), b.stride(1), **tiles,
     )  # fmt: skip
     return out
 

@@ -194,6 +194,30 @@ def serial_sum(x: Tensor, dim: int) -> Tensor:
     return total
 
 
+def prefix_sum(x: Tensor) -> Tensor:
+    """Sums from each row's first element to every other one.
+
+    Args:
+        x: [N, K].
+
+    Returns:
+        [N, K]; a sum is a function of its terms alone, and zeros after them do not change it. Off the CPU, torch's
+        own `cumsum` divides rows among threads by the number of rows, and takes another kernel for a single one.
+    """
+    return x.cumsum(-1) if x.device.type == "cpu" else prefix_sum_by_halves(x)
+
+
+def prefix_sum_by_halves(x: Tensor) -> Tensor:
+    """`prefix_sum` on any device: within aligned blocks of 2, 4, 8, …, a right half gets its left half's total."""
+    width, span = x.shape[-1], 1
+    x = F.pad(x, (0, (1 << (width - 1).bit_length()) - width))
+    while span < x.shape[-1]:
+        left, right = x.unflatten(-1, (-1, 2, span)).unbind(-2)
+        x = torch.stack((left, right + left[..., -1:]), -2).flatten(-3)
+        span *= 2
+    return x[..., :width]
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)): torch.sigmoid takes another path in a flat tail."""
     return 1.0 / (1.0 + torch.exp(-x))

@@ -12,13 +12,13 @@ import triton_support  # noqa: F401 skips without Triton
 
 import polytempo
 
-# Bytes per thread. Eight were seen (rms_norm, sm_80): a tile that does not fit its registers takes hundreds.
+# Bytes per thread. None were seen; a tile that does not fit its registers spills hundreds.
 MOST_STACK = 32
 # What a block may have on the smallest GPU with bfloat16 (compute capability 8.6 and 8.9).
 MOST_SHARED = 99 * 1024
 
 
-def test_every_kernel_compiles_for_a100_and_h100(tmp_path):
+def test_every_kernel_compiles_once_for_any_number_of_rows(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(
         (str(Path(polytempo.__file__).parents[1]), environment.get("PYTHONPATH", "")))}  # fmt: skip
@@ -33,6 +33,7 @@ def test_every_kernel_compiles_for_a100_and_h100(tmp_path):
     for one in built:
         assert one["cubin"] > 1000, one
         assert one["LOCAL"] == 0 and one["STACK"] <= MOST_STACK and one["dynamic_shared"] <= MOST_SHARED, one
+        assert one["variants"] == 1, f"another kernel for another number of rows: {one}"
         # float32 is never rounded to TF32, and bfloat16 does run on tensor cores.
         assert not one["ptx_has_tf32"], one
         is_product = one["kernel"] != "rms_norm_kernel"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform, or polytempo[gpu] is not installed")
+triton = pytest.importorskip("triton", reason="Triton is not installed (it has wheels for Linux alone)")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
