@@ -44,8 +44,9 @@ def tile_product(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, depth, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        a = tl.load(a_rows[:, None] + k[None, :] * a_step, mask=a_mask[:, None] & (k < depth)[None, :], other=0.0)
-        b = tl.load(b_columns[None, :] + k[:, None] * b_step, mask=(k < depth)[:, None] & b_mask[None, :], other=0.0)
+        in_depth = k < depth
+        a = tl.load(a_rows[:, None] + (k * a_step)[None, :], mask=a_mask[:, None] & in_depth[None, :], other=0.0)
+        b = tl.load(b_columns[None, :] + (k * b_step)[:, None], mask=in_depth[:, None] & b_mask[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")  # never TF32
     return total
 
@@ -59,7 +60,7 @@ def product_kernel(
 ):  # fmt: skip
     """One tile of out [B, M, N] = a [B, M, K] @ b [B, K, N]; neighbouring programs share columns of b."""
     tile = tl.program_id(0)
-    row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(width, BLOCK_N)
+    row_tiles, column_tiles = (num_rows + BLOCK_M - 1) // BLOCK_M, (width + BLOCK_N - 1) // BLOCK_N
     batch = (tile // (row_tiles * column_tiles)).to(tl.int64)
     rows = (tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tile // row_tiles % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -110,7 +111,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     out = a.new_empty(num_batches, num_rows, width)
     tiles = TILES[a.dtype]
     num_tiles = num_batches * triton.cdiv(num_rows, tiles["BLOCK_M"]) * triton.cdiv(width, tiles["BLOCK_N"])
-    # A lone batch takes no step. Torch's says how many rows there are, and Triton compiles anew for steps of other kinds.
+    # A lone batch takes no step: torch's depends on the number of rows, and Triton compiles anew for other kinds.
     a_batch_step, b_batch_step = (a.stride(0), b.stride(0)) if num_batches > 1 else (0, 0)
     launch(
         product_kernel, num_tiles, a, b, out, num_rows, width, depth,
