@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polytempo.errors import InvariantError
-from polytempo.gpu.launch import launch
+from polytempo.gpu import grid
 from polytempo.gpu.products import TILES, check_operands, tile_product
 
 
@@ -47,8 +47,8 @@ def choice_tiles(expert_ids: Tensor, num_experts: int, block: int) -> ChoiceTile
         ChoiceTiles; G is a bound that follows from T, top_k and E.
     """
     chosen, order = expert_ids.flatten().sort(stable=True)
-    ends = torch.searchsorted(chosen, torch.arange(num_experts, device=chosen.device), right=True)
-    starts = torch.cat((torch.zeros_like(ends[:1]), ends[:-1]))
+    every = torch.arange(num_experts, device=chosen.device)
+    starts, ends = torch.searchsorted(chosen, every), torch.searchsorted(chosen, every, right=True)
     num_tiles = (ends - starts + block - 1) // block
     tile_ends = num_tiles.cumsum(0)
     # Each expert has at most one tile that is not full, and no tile is empty.
@@ -56,7 +56,7 @@ def choice_tiles(expert_ids: Tensor, num_experts: int, block: int) -> ChoiceTile
     tiles = torch.arange(bound, device=chosen.device)
     experts = torch.searchsorted(tile_ends, tiles, right=True)
     owner = experts.clamp(max=num_experts - 1)
-    firsts = starts[owner] + (tiles - (tile_ends - num_tiles)[owner]) * block
+    firsts = starts.gather(0, owner) + (tiles - (tile_ends - num_tiles).gather(0, owner)) * block
     return ChoiceTiles(order, ends, experts, firsts)
 
 
@@ -146,11 +146,11 @@ def expert_outputs(x: Tensor, expert_ids: Tensor, w13: Tensor, w2: Tensor, limit
     x, tiles = x.contiguous(), TILES[x.dtype]
     cut = choice_tiles(expert_ids, num_experts, tiles["BLOCK_M"])
     hidden, num_tiles = x.new_empty(num_tokens * top_k, inner), len(cut.experts)
-    launch(
+    grid.launch(
         gate_up_kernel, num_tiles * triton.cdiv(inner, tiles["BLOCK_N"]),
         x, w13, hidden, *cut, num_tiles, num_experts, top_k, width, inner, limit, **tiles,
     )  # fmt: skip
-    launch(
+    grid.launch(
         down_kernel, num_tiles * triton.cdiv(width, tiles["BLOCK_N"]),
         hidden, w2, out, *cut, num_tiles, num_experts, width, inner, **tiles,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from polytempo.gpu.launch import launch
+from polytempo.gpu import grid
 
 TILE_ELEMENTS, MAX_ROWS = 4096, 32
 """Elements that a program has at a time, and most rows among them: the size of a row alone decides a tile's shape."""
@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     num_rows = x.numel() // size
     block = min(TILE_ELEMENTS, triton.next_power_of_2(size))
     block_rows = min(MAX_ROWS, TILE_ELEMENTS // block)
-    launch(
+    grid.launch(
         rms_norm_kernel, triton.cdiv(num_rows, block_rows), x, x if weight is None else weight, out, num_rows, size,
         eps, HAS_WEIGHT=weight is not None, BLOCK_ROWS=block_rows, BLOCK=block,
     )  # fmt: skip

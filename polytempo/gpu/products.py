@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polytempo.errors import InvariantError
-from polytempo.gpu.launch import launch
+from polytempo.gpu import grid
 
 TILES = {
     torch.float32: {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32},
@@ -113,7 +113,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     num_tiles = num_batches * triton.cdiv(num_rows, tiles["BLOCK_M"]) * triton.cdiv(width, tiles["BLOCK_N"])
     # A lone batch takes no step: torch's depends on the number of rows, and Triton compiles anew for other kinds.
     a_batch_step, b_batch_step = (a.stride(0), b.stride(0)) if num_batches > 1 else (0, 0)
-    launch(
+    grid.launch(
         product_kernel, num_tiles, a, b, out, num_rows, width, depth,
         a_batch_step, a.stride(1), a.stride(2), b_batch_step, b.stride(2), b.stride(1), **tiles,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from polytempo import gpu
-from polytempo.gpu import experts, norms, products
+from polytempo.gpu import grid
 
 ARCHITECTURES = (80, 90)
 ROW_COUNTS = (7, 1, 2, 16, 40)
@@ -82,8 +82,7 @@ def main() -> None:
     def record(kernel, num_programs, first, *arguments, **constants):
         launches.append((kernel, source(kernel, (first, *arguments), constants)))
 
-    for module in (experts, norms, products):
-        module.launch = record
+    grid.launch = record
     for dtype in (torch.float32, torch.bfloat16):
         for name in calls(dtype, 1):
             launches.clear()

@@ -9,7 +9,9 @@ from triton_support import DEVICE, each_dtype, randn
 from polytempo import gpu
 from polytempo.errors import InvariantError
 from polytempo.gpu import experts
+from polytempo.gpu.products import TILES
 from polytempo.model import moe, ops
+from polytempo.model.packed import Packed
 
 NUM_EXPERTS, INNER, WIDTH, LIMIT = 5, 35, 50, 1.5
 
@@ -56,7 +58,7 @@ def test_as_the_twin(dtype, name, monkeypatch):
     twin = module(x, expert_ids, shares)
     w13, w2 = weights(dtype)
     gate, up = torch.einsum("td,tkid->tki", x.double(), w13[expert_ids].double()).chunk(2, dim=-1)
-    assert (gate > LIMIT).any() and (up.abs() > LIMIT).any(), "the limit must matter"
+    assert (gate > LIMIT).any() and (up > LIMIT).any() and (up < -LIMIT).any(), "the limit must matter"
     assert found.dtype == torch.float32 and found.shape == x.shape
     # Three roundings to the dtype on the way (projections, activation, output), and sums of up to 50 terms between.
     bound = (3 * torch.finfo(dtype).eps + WIDTH * torch.finfo(torch.float32).eps) * twin.abs().max()
@@ -98,6 +100,43 @@ def test_choices_are_added_in_the_tokens_own_order():
     expected = (outputs[:, 0] + outputs[:, 1]) + outputs[:, 2]
     assert torch.equal(module(x, expert_ids, shares), expected)
     assert not torch.equal(outputs[:, 0] + (outputs[:, 1] + outputs[:, 2]), expected)
+
+
+def test_a_tile_writes_its_own_choices_only():
+    """In the interpreter the next tile, which comes later, would put right what it had overwritten."""
+    w13, w2 = weights(torch.float32)
+    expert_ids = torch.tensor([[0], [1], [0], [1], [2]], device=DEVICE)
+    x, tiles = randn(5, WIDTH, seed=14), TILES[torch.float32]
+    expected = gpu.expert_outputs(x, expert_ids, w13, w2, LIMIT)[:, 0]
+    cut = experts.choice_tiles(expert_ids, NUM_EXPERTS, tiles["BLOCK_M"])
+    hidden, out = torch.full((5, INNER), 9.0, device=DEVICE), torch.full((5, WIDTH), 9.0, device=DEVICE)
+    num_tiles, columns = len(cut.experts), [-(-size // tiles["BLOCK_N"]) for size in (INNER, WIDTH)]
+    for tile, (own, places) in enumerate((([0, 2], [0, 1]), ([1, 3], [2, 3]), ([4], [4]))):
+        # One tile of choices alone: the others look as if they were past the last.
+        alone = torch.where(torch.arange(num_tiles, device=DEVICE) == tile, cut.experts, NUM_EXPERTS)
+        lone = cut._replace(experts=alone)
+        sizes = num_tiles, NUM_EXPERTS, 1, WIDTH, INNER
+        before = hidden.clone(), out.clone()
+        experts.gate_up_kernel[(num_tiles * columns[0],)](x, w13, hidden, *lone, *sizes, LIMIT, **tiles)
+        experts.down_kernel[(num_tiles * columns[1],)](
+            hidden, w2, out, *lone, num_tiles, NUM_EXPERTS, WIDTH, INNER, **tiles
+        )  # fmt: skip
+        for old, new, expected_rows in zip(before, (hidden, out), (places, own), strict=True):
+            assert (old != new).any(1).nonzero().flatten().tolist() == expected_rows
+    assert torch.equal(out, expected)
+
+
+def test_packed_experts_take_the_torch_form():
+    """They are expanded one at a time: all at once would be what packing is to avoid."""
+    module, (w13, w2) = module_of(torch.float32), weights(torch.float32)
+    codes = torch.arange(NUM_EXPERTS, dtype=torch.uint8, device=DEVICE).view(-1, 1)
+    for name, values in (("w13", w13), ("w2", w2)):
+        delattr(module, name)
+        expand = lambda codes, scales, dtype, values=values: values[codes.long()].to(dtype)  # noqa: E731
+        setattr(module, name, Packed(codes, codes, 0, torch.float32, expand))
+    x, expert_ids, shares = randn(4, WIDTH, seed=15), random_choices(4, 2), randn(4, 2, seed=16).abs()
+    found, expected = module(x, expert_ids, shares), module_of(torch.float32)(x, expert_ids, shares)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_no_tokens():

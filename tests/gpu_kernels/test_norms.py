@@ -7,6 +7,7 @@ import torch
 from triton_support import DEVICE, each_dtype, randn
 
 from polytempo import gpu
+from polytempo.gpu import norms
 from polytempo.model import ops
 
 # Many rows to a tile, one row to a tile, several tiles to a row.
@@ -61,3 +62,11 @@ def test_views_and_no_rows():
     x = randn(6, 8, 10, seed=5)
     assert torch.equal(gpu.rms_norm(x.transpose(0, 1), 1e-6), gpu.rms_norm(x.transpose(0, 1).contiguous(), 1e-6))
     assert gpu.rms_norm(x[:0], 1e-6).shape == (0, 8, 10)
+
+
+def test_a_program_writes_its_own_rows_only():
+    x, memory = randn(3, 5, seed=6), torch.full((1000,), 9.0, device=DEVICE)
+    out = memory[100:115].view(3, 5)
+    constants = {"HAS_WEIGHT": False, "BLOCK_ROWS": 32, "BLOCK": 8}
+    norms.rms_norm_kernel[(1,)](x, x, out, 3, 5, 1e-6, **constants)
+    assert torch.equal(out, gpu.rms_norm(x, 1e-6)) and (memory[:100] == 9).all() and (memory[115:] == 9).all()

@@ -8,7 +8,7 @@ from triton_support import DEVICE, close_to_exact, each_dtype, randn
 
 from polytempo import gpu
 from polytempo.errors import InvariantError
-from polytempo.gpu import products
+from polytempo.gpu import grid, products
 from polytempo.model import ops
 
 # Below, at and above a tile in every dimension, and K in several blocks with a tail.
@@ -105,7 +105,7 @@ def test_ops_dispatch(monkeypatch):
     """On the tensor's device and dtype, without gradients, and never against the model's choice of torch."""
     x, weight = randn(3, 8), randn(5, 8)
     calls = []
-    monkeypatch.setattr(products, "launch", lambda *arguments, **constants: calls.append(arguments[0]))
+    monkeypatch.setattr(grid, "launch", lambda *arguments, **constants: calls.append(arguments[0]))
 
     def count(call):
         calls.clear()

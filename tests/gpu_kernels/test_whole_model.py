@@ -11,7 +11,7 @@ from support import TINY, Harness, random_ids, random_model, relative_difference
 from triton_support import HAS_GPU, each_dtype
 
 from polytempo.cache.layout import Segment
-from polytempo.gpu import experts, norms, products
+from polytempo.gpu import grid
 from polytempo.types import SamplingParams
 
 # The interpreter takes 5 ms for a tile of anything.
@@ -28,14 +28,13 @@ def triton_model(config, dtype):
 
 def count_launches(monkeypatch) -> list[str]:
     """The kernels that are launched from here on."""
-    launched, launch = [], products.launch
+    launched, launch = [], grid.launch
 
     def spy(kernel, *arguments, **constants):
         launched.append(kernel.__name__)
         launch(kernel, *arguments, **constants)
 
-    for module in (experts, norms, products):
-        monkeypatch.setattr(module, "launch", spy)
+    monkeypatch.setattr(grid, "launch", spy)
     return launched
 
 

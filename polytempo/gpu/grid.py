@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import KernelInterface
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import KernelInterface
 
 
 def launch(kernel: KernelInterface, num_programs: int, first: Tensor, *arguments: object, **constants: int) -> None:
