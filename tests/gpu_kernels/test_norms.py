@@ -65,8 +65,9 @@ def test_views_and_no_rows():
 
 
 def test_a_program_writes_its_own_rows_only():
-    x, memory = randn(3, 5, seed=6), torch.full((1000,), 9.0, device=DEVICE)
+    x, memory = randn(200, 5, seed=6)[:3], torch.full((1000,), 9.0, device=DEVICE)
     out = memory[100:115].view(3, 5)
     constants = {"HAS_WEIGHT": False, "BLOCK_ROWS": 32, "BLOCK": 8}
     norms.rms_norm_kernel[(1,)](x, x, out, 3, 5, 1e-6, **constants)
-    assert torch.equal(out, gpu.rms_norm(x, 1e-6)) and (memory[:100] == 9).all() and (memory[115:] == 9).all()
+    assert torch.allclose(out.double(), exact_norm(x, None, 1e-6), atol=1e-5)
+    assert (memory[:100] == 9).all() and (memory[115:] == 9).all()
