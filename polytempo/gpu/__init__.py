@@ -6,6 +6,7 @@ Each has a twin in torch that says the same slowly. Loaded on first use: the pac
 from polytempo.lazy import lazy_attributes
 
 __getattr__ = lazy_attributes(__name__, {
+    "attend": "polytempo.gpu.attention",
     "expert_outputs": "polytempo.gpu.experts",
     "linear": "polytempo.gpu.products",
     "matmul": "polytempo.gpu.products",

@@ -23,7 +23,7 @@ from polytempo.gpu import grid
 ARCHITECTURES = (80, 90)
 ROW_COUNTS = (7, 1, 2, 16, 40)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.uint8: "*u8"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -34,7 +34,18 @@ def calls(dtype: torch.dtype, rows: int) -> dict[str, Callable[[], object]]:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     ids = empty(rows, 6, dtype=torch.int64)
-    return {
+    window, mask = empty(rows, 192, 512), empty(rows, 1, 192, dtype=torch.bool)
+    chosen, is_chosen = empty(rows, 1, 512, 512), empty(rows, 1, 512, dtype=torch.bool)
+    sink, parts = empty(64, dtype=torch.float32), [(window, mask), (chosen, is_chosen)]
+    attention = {
+        "attend": lambda: gpu.attend(empty(rows, 1, 64, 512), parts, sink, 0.04),
+        "attend, wide tiles": lambda: gpu.attend(
+            empty(2, rows, 64, 512),
+            [(empty(2, 192, 512), empty(2, rows, 192, dtype=torch.bool)),
+             (empty(2, rows, 512, 512), empty(2, rows, 512, dtype=torch.bool))], sink, 0.04),
+        "attend, window alone": lambda: gpu.attend(empty(rows, 1, 64, 512), parts[:1], sink, 0.04),
+    }
+    return (attention if dtype == torch.bfloat16 else {}) | {
         "linear": lambda: gpu.linear(empty(rows, 4096), empty(1536, 4096)),
         "linear, odd sizes": lambda: gpu.linear(empty(rows, 33), empty(9, 33)),
         "matmul": lambda: gpu.matmul(empty(16, rows, 512), empty(16, 1024, 512).transpose(1, 2)),

@@ -8,10 +8,13 @@ import pytest
 import torch
 from speculation_support import Script, answer, assert_dictated, cycle, drive, make_llm, row_of
 from support import TINY, Harness, random_ids, random_model, relative_difference, with_ratios
-from triton_support import HAS_GPU, each_dtype
+from triton_support import HAS_GPU, each_dtype, randn
 
+from polytempo import gpu
 from polytempo.cache.layout import Segment
 from polytempo.gpu import grid
+from polytempo.model import ops
+from polytempo.model.cached_attention import _Blocks, attend_blocks
 from polytempo.types import SamplingParams
 
 # The interpreter takes 5 ms for a tile of anything.
@@ -44,7 +47,8 @@ def test_logits_are_near_the_torch_paths(dtype, monkeypatch):
     model = triton_model(with_ratios(0, 4, 128, hidden_size=32, moe_intermediate_size=16, num_attention_heads=2), dtype)
     segments = [Segment(0, 0, random_ids(17, 1)), Segment(1, 0, random_ids(3, 2))]
     found = torch.cat(Harness(model).logits(*segments))
-    assert set(launched) == {"product_kernel", "rms_norm_kernel", "gate_up_kernel", "down_kernel"}
+    always = {"product_kernel", "rms_norm_kernel", "gate_up_kernel", "down_kernel"}
+    assert set(launched) == always | ({"attend_kernel"} if dtype == torch.bfloat16 else set())
     launched.clear()
     twin = torch.cat(Harness(model.with_kernels("torch")).logits(*segments))
     assert not launched, "the model's choice"
@@ -64,6 +68,30 @@ def test_rows_and_chunks_do_not_change_logits():
     third = harness.logits(Segment(0, 13, ids[13:]))[0]
     assert torch.equal(torch.cat((first, second, third)), expected)
     assert relative_difference(expected[-1], expected[-2]) > 0.05
+
+
+def two_parts(seed: int = 0):
+    """Queries [1, 2, 2, 16], a window and entries in bfloat16, sink and scale."""
+    keys = [randn(1, 64, 16, seed=seed + i, dtype=torch.bfloat16) for i in range(2)]
+    masks = [torch.arange(64) < torch.tensor([[[40], [50]]]), torch.arange(64) < torch.tensor([[[9], [60]]])]
+    parts = [_Blocks(key, mask) for key, mask in zip(keys, masks, strict=True)]
+    return randn(1, 2, 2, 16, seed=seed + 5, dtype=torch.bfloat16), parts, randn(2, seed=seed + 6), 0.25
+
+
+def test_attention_meets_the_window_first():
+    queries, parts, sink, scale = two_parts()
+    found = attend_blocks(queries, parts, sink, scale)
+    assert torch.equal(found, gpu.attend(queries, [(part.keys, part.mask) for part in parts], sink, scale))
+    assert not torch.equal(found, attend_blocks(queries, parts[::-1], sink, scale)), "bits show the order"
+
+
+def test_a_callers_mask_is_heeded(monkeypatch):
+    queries, (window, entries), sink, scale = two_parts()
+    parts = [replace(window, bias=randn(1, 2, 2, 64, seed=9)), entries]
+    found = attend_blocks(queries, parts, sink, scale)
+    without = attend_blocks(queries, [window, entries], sink, scale)
+    monkeypatch.setattr(ops, "TRITON_DEVICES", set())
+    assert (found - attend_blocks(queries, parts, sink, scale)).abs().max() < 0.01 < (found - without).abs().max()
 
 
 def check_drafts(config, dtype, lengths, num_tokens):
