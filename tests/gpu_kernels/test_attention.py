@@ -60,7 +60,7 @@ def exact(one: Case, with_size: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("is_own", [False, True], ids=["shared", "own"])
-@pytest.mark.parametrize("heads, dim", [(3, 20), (16, 64), (19, 16)])
+@pytest.mark.parametrize("heads, dim", [(3, 20), (19, 64)])
 def test_exact_up_to_rounding(heads, dim, is_own):
     one = case(heads, dim, is_own)
     found, expected = one.attend(), exact(one)

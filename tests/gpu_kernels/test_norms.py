@@ -49,12 +49,12 @@ def test_ops_use_them(dtype, monkeypatch):
 @pytest.mark.parametrize("size", [33, 300, 5000])
 def test_rows_do_not_depend_on_their_neighbours(dtype, size):
     x, weight = randn(40, size, seed=3, dtype=dtype), randn(size, seed=4)
-    alone = torch.cat([gpu.rms_norm(x[i : i + 1], 1e-6, weight) for i in range(40)])
+    together = gpu.rms_norm(x, 1e-6, weight)
     x[[7, 20]] = torch.nan
-    for first, count in ((0, 2), (5, 15), (3, 16), (8, 17), (0, 40)):
+    for first, count in ((0, 1), (6, 1), (33, 1), (39, 1), (0, 2), (5, 15), (3, 16), (8, 17), (0, 40)):
         found = gpu.rms_norm(x[first : first + count], 1e-6, weight)
         kept = [i for i in range(count) if first + i not in (7, 20)]
-        assert torch.equal(found[kept], alone[first : first + count][kept])
+        assert torch.equal(found[kept], together[first : first + count][kept])
     assert gpu.rms_norm(x, 1e-6)[[7, 20]].isnan().all()
 
 

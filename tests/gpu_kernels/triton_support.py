@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -45,6 +47,22 @@ def make_interpreter_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builder, "create_dot", create_dot)
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
+
+
+def make_interpreter_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out checks of overflow, and the setup for `tl` that the interpreter repeats when a kernel calls ours."""
+    from triton.runtime import interpreter
+
+    shared = interpreter.interpreter_builder
+    monkeypatch.setattr(shared, "options", replace(shared.options, sanitize_overflow=False))
+    set_up_and_call = interpreter.InterpretedFunction.__call__
+
+    def call(self, *arguments, **constants):
+        if self.fn.__module__.startswith("polytempo."):
+            return self.rewrite()(*arguments, **constants)
+        return set_up_and_call(self, *arguments, **constants)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
