@@ -44,6 +44,19 @@ def test_triton_is_refused_where_it_is_missing(monkeypatch, fresh):
         random_model().with_kernels("triton")
 
 
+def test_triton_that_cannot_start_kernels_is_refused(monkeypatch, fresh):
+    """There is no driver here, as there is no C compiler elsewhere: Triton is imported all the same."""
+    pytest.importorskip("triton", reason="Triton is not installed (it has wheels for Linux alone)")
+    if torch.cuda.is_available():
+        pytest.skip("Triton can start kernels here")
+    assert available.missing_triton() is None, "the interpreter needs no driver"
+    available.missing_triton.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ops, "TRITON_DEVICES", {"cpu"})
+    with pytest.raises(ConfigError, match="'triton', but Triton cannot start kernels"):
+        random_model().with_kernels("triton")
+
+
 def test_without_triton_torch_is_taken_with_one_note(monkeypatch, fresh):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(ops, "TRITON_DEVICES", {"cpu"})
