@@ -22,7 +22,8 @@ class AdvanceMode(str, Enum):
 
 
 AUTO = "auto"
-KERNELS = (AUTO, "native", "torch")
+NATIVE, TRITON, TORCH = "native", "triton", "torch"
+KERNELS = (AUTO, NATIVE, TRITON, TORCH)
 AUTO_MAX_DRAFTS = 5
 SPECULATE = (AUTO, "mtp", "none")
 KV_LAYOUTS = ("ring", "left_aligned")
@@ -42,8 +43,8 @@ class EngineConfig:
         draft_len: drafts per row and step, 0 or more, or "auto": what measured acceptance and step cost say pays,
             up to AUTO_MAX_DRAFTS. A request's own draft_len comes first.
         kv_advance: "per_sequence" or "cohort", see AdvanceMode.
-        kernels: "native" runs the forward in C++ kernels and refuses where they cannot be built, "torch" does not,
-            "auto" leaves it to the model, which does so if it can.
+        kernels: "native" runs the forward in C++ kernels on the CPU, "triton" in Triton kernels on a GPU; both refuse
+            where that cannot be. "torch" uses neither, "auto" leaves it to the model, which uses what it can.
         memory: most bytes for the state of all rows, None for no bound but max_model_len. Rows of fewer tokens leave
             more to others; when it runs out, the youngest row is set back and computed again later.
         prefix_cache: most bytes for snapshots of rows' state, from which later rows with the same first tokens start; 0

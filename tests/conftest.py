@@ -7,6 +7,7 @@ tests/model holds the torch twin to its word, and its mutants are in the twin's 
 tests through the C++ kernels, but for those marked `twin`. All other tests run what a user runs.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ import torch
 from polytempo.model.deepseek_v4 import DeepseekV4
 
 torch.set_num_threads(1)
+# Triton reads this once, when it is imported: without a GPU its kernels run in its interpreter (tests/gpu_kernels).
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser):

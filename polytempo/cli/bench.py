@@ -87,7 +87,7 @@ class _Rates(click.ParamType):
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Batches, one after another.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs; the median counts.")
 @click.option("--threads", default="", type=_List(), help="Torch threads [default: as torch chooses].")
-@click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="C++ or torch.")
+@click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="Who computes.")
 @click.option("--weights", type=click.Choice(WEIGHTS), default="expanded", show_default=True, help="In memory.")
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
 @click.option("--profile", "is_profile", is_flag=True, help="Show where a step's time goes instead.")

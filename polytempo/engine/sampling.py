@@ -24,6 +24,7 @@ from polytempo.engine.logprobs import first_argmax, ranked_ids
 from polytempo.engine.noise import Uniform, gumbel_noise, gumbel_noise_vocab, uniform
 from polytempo.engine.sampling_position import SamplingPosition
 from polytempo.errors import InvariantError
+from polytempo.model.ops import prefix_sum
 
 NO_TOKEN = -1
 # Beyond these, float32 scaling would overflow to inf or divide 0 by 0. A temperature below the first already
@@ -326,7 +327,7 @@ def _filter(scaled: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
     top_k = [min(p.params.top_k, scaled.shape[-1]) if p.params.top_k > 0 else scaled.shape[-1] for p in positions]
     keep &= ranks < to_device(top_k, scaled.device).unsqueeze(-1)
     keep &= scaled > -torch.inf
-    reached = torch.where(keep, weights, 0.0).cumsum(-1, dtype=torch.float64)
+    reached = prefix_sum(torch.where(keep, weights, 0.0).double())
     before = F.pad(reached[:, :-1], (1, 0))
     top_p = _column(positions, "top_p", reached)
     return keep & ((before < top_p * reached[:, -1:]) | (top_p == 1))

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polytempo import gpu
 from polytempo.cache.layout import BLOCK
 from polytempo.cache.store import LayerState, PooledState
 from polytempo.cache.view import BatchView, TileGroup, num_entry_blocks
 from polytempo.model.attention import Attention
 from polytempo.model.caller_mask import tile_mask
 from polytempo.model.compressor import Compressor, choose_entries
-from polytempo.model.ops import matmul, tree_sum
+from polytempo.model.ops import matmul, tree_sum, uses_triton
 from polytempo.model.rope import RopeAngles, RopeTables
 
 
@@ -167,6 +168,9 @@ def attend_blocks(queries: Tensor, parts: list[_Blocks], sink: Tensor, scale: fl
     Returns:
         [N, Q, heads, head_dim] float32.
     """
+    is_plain = queries.dtype == torch.bfloat16 and all(part.bias is None for part in parts)
+    if is_plain and uses_triton(queries):
+        return gpu.attend(queries, [(part.keys, part.mask) for part in parts], sink, scale)
     scores = []
     highest = sink.expand(queries.shape[:3])
     for part in parts:

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polytempo.config import ModelConfig
-from polytempo.engine_config import AUTO
+from polytempo.engine_config import AUTO, NATIVE, TRITON
 from polytempo.model.attention import Attention
 from polytempo.model.hyper import HyperConnection, HyperHead, collapse, expand
 from polytempo.model.moe import MoE
 from polytempo.model.native import NativeModel, native_or_none
-from polytempo.model.ops import Linear, RMSNorm
+from polytempo.model.ops import Linear, RMSNorm, by_own_kernels, require_triton
 
 Attend = Callable[[Attention, Tensor], Tensor]
 """How a block attends: (its attention module, normalised input [T, D]) -> output [T, D]."""
@@ -102,7 +102,7 @@ class DeepseekV4(nn.Module):
     Parameter names are the official checkpoint's, but for the hyper-connections' dots and the stacked experts.
 
     Attributes:
-        kernels: what runs the cached forward: "auto", "native" or "torch"; see `EngineConfig`.
+        kernels: what runs the cached forward: "auto", "native", "triton" or "torch"; see `EngineConfig`.
     """
 
     def __init__(
@@ -131,21 +131,24 @@ class DeepseekV4(nn.Module):
         """A model over the same weights whose cached forward runs in other kernels.
 
         Args:
-            choice: "auto", "native" or "torch".
+            choice: "auto", "native", "triton" or "torch".
 
         Returns:
             This model if it is its choice already.
 
         Raises:
-            ConfigError: "native" where the kernels cannot be built or do not fit the model.
+            ConfigError: "native" where the kernels cannot be built or do not fit the model, "triton" without Triton
+                or a GPU.
         """
         if choice == self.kernels:
             chosen = self
         else:
             chosen = copy.copy(self)
             chosen.kernels, chosen._native = choice, None
-        if choice == "native":
+        if choice == NATIVE:
             _ = chosen.native
+        elif choice == TRITON:
+            require_triton(self.device)
         return chosen
 
     @property
@@ -159,12 +162,14 @@ class DeepseekV4(nn.Module):
         """Embeddings of token_ids [T], repeated over the streams: [T, hc, D]."""
         return self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
 
+    @by_own_kernels
     def logits(self, streams: Tensor) -> Tensor:
         """Target logits [T, vocab] in the model dtype, from last-layer streams [T, hc, D]."""
         if not torch.is_grad_enabled() and self.native is not None:
             return self.native.logits(streams)
         return self.head(self.norm(self.hc_head(streams)))
 
+    @by_own_kernels
     def mtp_logits(self, streams: Tensor) -> Tensor:
         """MTP logits [T, vocab] in the model dtype, from the MTP block's output streams [T, hc, D]."""
         if not torch.is_grad_enabled() and self.native is not None:

@@ -17,10 +17,12 @@ from polytempo.model.cached_attention import CachedAttention, write_window
 from polytempo.model.caller_mask import check_caller_mask
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.hyper import collapse
+from polytempo.model.ops import by_own_kernels
 from polytempo.model.rope import RopeTables
 
 
 @torch.inference_mode()
+@by_own_kernels
 def target_forward(
     model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView, caller_mask: Tensor | None = None,
     keeps_streams: bool = False,
@@ -54,6 +56,7 @@ def target_forward(
 
 
 @torch.inference_mode()
+@by_own_kernels
 def mtp_forward(
     model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor
 ) -> Tensor:
@@ -77,6 +80,7 @@ def mtp_forward(
 
 
 @torch.inference_mode()
+@by_own_kernels
 def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: BatchView, streams: Tensor) -> None:
     """Write the MTP block's keys of pairs (streams of position p, token of p + 1), without running the block.
 
@@ -100,6 +104,7 @@ def mtp_write(model: DeepseekV4, tables: RopeTables, store: RowStore, view: Batc
 
 
 @torch.inference_mode()
+@by_own_kernels
 def mtp_catch_up(
     model: DeepseekV4, tables: RopeTables, store: RowStore, written: Sequence[Segment], queried: Sequence[Segment],
     streams: Tensor, token_idx: Sequence[int] | None = None,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from polytempo import gpu
 from polytempo.config import ModelConfig
-from polytempo.model.ops import Linear, linear, serial_sum, sqrt_softplus, swiglu
+from polytempo.model.ops import Linear, linear, serial_sum, sqrt_softplus, swiglu, top_ids, uses_triton
 
 
 class Gate(nn.Module):
@@ -47,7 +48,7 @@ class Gate(nn.Module):
         if self.is_hash:
             expert_ids = self.tid2eid[token_ids]
         else:
-            expert_ids = (scores + self.bias).topk(self.top_k, dim=-1).indices
+            expert_ids = top_ids(scores + self.bias, self.top_k)
         weights = scores.gather(-1, expert_ids)
         # The 1e-20 is transformers' guard against a token whose scores are all 0.
         total = serial_sum(weights, 1).unsqueeze(-1) + 1e-20
@@ -67,8 +68,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of each token's experts.
 
-        Tokens are sorted by expert and each chosen expert runs once over its own tokens. A token's outputs are
-        added in the order of its own expert list, whoever else chose the same experts.
+        A token's outputs are added in the order of its own expert list, whoever else chose the same experts.
 
         Args:
             x: [T, D].
@@ -78,10 +78,17 @@ class Experts(nn.Module):
         Returns:
             [T, D] float32.
         """
-        num_tokens, top_k = expert_ids.shape
+        if uses_triton(x) and isinstance(self.w13, Tensor):
+            by_choice = gpu.expert_outputs(x, expert_ids, self.w13, self.w2, self.limit)
+        else:
+            by_choice = self._outputs(x, expert_ids)
+        return serial_sum(by_choice.float() * weights.unsqueeze(-1), 1)
+
+    def _outputs(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        """[T, top_k, D]: tokens are sorted by expert, and each chosen expert runs once over its own tokens."""
         order = expert_ids.flatten().argsort(stable=True)
         counts = expert_ids.flatten().bincount(minlength=len(self.w13)).tolist()
-        groups = x[order // top_k].split(counts)
+        groups = x[order // expert_ids.shape[1]].split(counts)
         outputs = [
             self._expert(group, self.w13[expert], self.w2[expert])
             for expert, group in enumerate(groups)
@@ -89,8 +96,7 @@ class Experts(nn.Module):
         ]
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
-        by_choice = torch.cat(outputs)[place].unflatten(0, (num_tokens, top_k))
-        return serial_sum(by_choice.float() * weights.unsqueeze(-1), 1)
+        return torch.cat(outputs)[place].unflatten(0, expert_ids.shape)
 
     def _expert(self, x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         gate, up = linear(x, w13).chunk(2, dim=-1)

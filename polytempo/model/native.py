@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from polytempo.cache.store import LayerState, RowStore
 from polytempo.cache.view import BatchView
+from polytempo.engine_config import AUTO, TORCH, TRITON
 from polytempo.errors import ConfigError, InvariantError
 from polytempo.kernels import ops
 from polytempo.kernels.build import KernelError, load, load_or_note
@@ -47,18 +48,18 @@ def native_or_none(model: nn.Module, choice: str) -> NativeModel | None:
 
     Args:
         model: a DeepseekV4.
-        choice: "auto", "native" or "torch".
+        choice: "auto", "native", "triton" or "torch".
 
     Returns:
-        None means the torch path.
+        None means the torch path, which is Triton's too.
 
     Raises:
         ConfigError: "native", and there are none or they do not fit the model.
     """
-    if choice == "torch":
+    if choice in (TORCH, TRITON):
         return None
     reason = _misfit(model)
-    if choice == "auto":
+    if choice == AUTO:
         library = None if reason else load_or_note()
         return None if library is None else NativeModel(library, model)
     try:

@@ -12,7 +12,7 @@ import polytempo
 ROOT = Path(polytempo.__file__).parent
 # A module may import from its own part and from parts before it, never from one beside it.
 ORDER = (("errors", "lazy"), ("outputs", "config_fields"), ("types", "config", "engine_config", "device"),
-         ("tokenizer", "cache", "kernels", "thread_placement"), ("model", "prompts"), ("checkpoint", "engine"),
+         ("tokenizer", "cache", "kernels", "gpu", "thread_placement"), ("model", "prompts"), ("checkpoint", "engine"),
          ("llm", "serving_thread", "invariance_probes"), ("demo", "invariance", "bench", "async_llm"), ("server",),
          ("cli",))  # fmt: skip
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
