@@ -19,6 +19,7 @@ def policy_with(base, per_token, draft_base, per_draft, **options) -> DraftPolic
     """A policy whose cost models have seen exactly these straight lines: by tokens, by rows of one MTP forward."""
     policy = DraftPolicy(EngineConfig(**options))
     for size in range(1, 9):
-        policy.verify_cost.record(size, base + per_token * size)
-        policy.draft_cost.record(size, draft_base + per_draft * size)
+        policy.costs.verify.record(size, base + per_token * size)
+        policy.costs.first_draft.record(size, draft_base + per_draft * size)
+        policy.costs.later_draft.record(size, draft_base + per_draft * size)
     return policy

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from polytempo.engine.draft_phases import LEAST_GAIN, TRIAL_LOSS, TRIAL_STEPS, Exploring, Pause, Paying, few_drafts
-from polytempo.engine.draft_plan import Plan, best_plan
+from polytempo.engine.draft_plan import Costs, Plan, best_plan
 from polytempo.engine.row import Row
-from polytempo.engine.step_cost import LinearCost, Pace
+from polytempo.engine.step_cost import Pace
 from polytempo.engine_config import EngineConfig
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0
@@ -78,9 +78,8 @@ class DraftPolicy:
 
     Attributes:
         config: engine options.
-        verify_cost: seconds of target forward and sampling by tokens fed, decode steps only.
-        draft_cost: seconds of proposing per forward of the MTP block, by rows in one, a mean over a step's forwards.
-        pace: of the machine; both costs are divided by it.
+        costs: of steps, divided by the machine's pace at their time.
+        pace: of the machine.
         had_drafts: whether the last timed step verified any; None before the first.
         num_drafting: steps in a row that chose a draft. The first may pay for a pause: it is not timed.
         acceptance: of all rows' drafts.
@@ -91,8 +90,7 @@ class DraftPolicy:
     """
 
     config: EngineConfig
-    verify_cost: LinearCost = field(default_factory=LinearCost)
-    draft_cost: LinearCost = field(default_factory=LinearCost)
+    costs: Costs = field(default_factory=Costs)
     pace: Pace = field(default_factory=Pace)
     had_drafts: bool | None = None
     num_drafting: int = 0
@@ -115,16 +113,25 @@ class DraftPolicy:
         next: measured only so, drafts look as if they paid.
         """
         if has_drafts == self.had_drafts and not self.pause.is_untimed:
-            self.pace.record(seconds, self.verify_cost.expected(num_tokens))
-            self.verify_cost.record(num_tokens, seconds / self.pace.slowness)
+            self.pace.record(seconds, self.costs.verify.expected(num_tokens))
+            self.costs.verify.record(num_tokens, seconds / self.pace.slowness)
         self.had_drafts = has_drafts
 
-    def record_proposing(self, draft_lens: Sequence[int], seconds: float) -> None:
-        """Take in what a step's drafts took, unless they are the first after some without: these pay for the pause."""
+    def record_proposing(self, draft_lens: Sequence[int], seconds: float, later_seconds: Sequence[float]) -> None:
+        """Take in what a step's drafts took, unless they are the first after some without: these pay for the pause.
+
+        Args:
+            draft_lens: drafts of each row.
+            seconds: in all.
+            later_seconds: of them, those of each forward of the MTP block but the first.
+        """
         if self.num_drafting > 1:
-            num_forwards = max(draft_lens)
-            seconds /= self.pace.slowness
-            self.draft_cost.record(round(sum(draft_lens) / num_forwards), seconds / num_forwards)
+            slowness = self.pace.slowness
+            num_rows = sum(1 for count in draft_lens if count)
+            self.costs.first_draft.record(num_rows, (seconds - sum(later_seconds)) / slowness)
+            for depth, later in enumerate(later_seconds, 1):
+                num_rows = sum(1 for count in draft_lens if count > depth)
+                self.costs.later_draft.record(num_rows, later / slowness)
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """Drafts for each row's next step.
@@ -160,7 +167,7 @@ class DraftPolicy:
         """Lengths of rows that leave the choice to the policy, each within its room, beside rows of fixed lengths."""
         if not any(room):
             return [0] * len(rows)
-        wanted = self.exploring.wanted(self.verify_cost.count, self.draft_cost.count, room)
+        wanted = self.exploring.wanted(self.costs.verify.count, self.costs.first_draft.count, room)
         if wanted is not None:
             self.exploring, self.num_trials = self.exploring.explored(), TRIAL_STEPS
             return wanted
@@ -186,4 +193,4 @@ class DraftPolicy:
         chances = [row.stats.recent_acceptance(prior, ROW_WEIGHT) for row in rows]
         fixed_chances = [(row.stats.recent_acceptance(prior, ROW_WEIGHT), count) for row, count in fixed]
         least_gain = -TRIAL_LOSS if self.num_trials else 0.0 if self.paying.num_steps else LEAST_GAIN
-        return best_plan(chances, room, fixed_chances, self.verify_cost, self.draft_cost, least_gain)
+        return best_plan(chances, room, fixed_chances, self.costs, least_gain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from polytempo.engine.step_cost import LinearCost
@@ -20,6 +21,21 @@ class Plan(NamedTuple):
     loss: float = 0.0
 
 
+@dataclass
+class Costs:
+    """What steps were measured to take.
+
+    Attributes:
+        verify: seconds of target forward and sampling by tokens fed, decode steps only.
+        first_draft: seconds of a step's first forward of the MTP block and all around it, by rows in it.
+        later_draft: seconds of each further forward, by rows in it.
+    """
+
+    verify: LinearCost = field(default_factory=LinearCost)
+    first_draft: LinearCost = field(default_factory=LinearCost)
+    later_draft: LinearCost = field(default_factory=LinearCost)
+
+
 class PlainStep(NamedTuple):
     """A step before drafts are added to it, and what each of them adds.
 
@@ -28,8 +44,10 @@ class PlainStep(NamedTuple):
         num_fed: tokens fed.
         num_forwards: of the MTP block, for the drafts of rows of fixed lengths.
         line_seconds: by the straight lines, but for these forwards.
-        per_forward: seconds of one, besides its rows.
-        per_draft: seconds of making a draft and of verifying it.
+        first_forward: seconds of the first one and all around it, besides its rows.
+        later_forward: of each further one.
+        per_first: seconds of making a row's first draft and of verifying it.
+        per_later: of each further draft.
         excess: seconds beyond the line of verifying, by tokens fed.
     """
 
@@ -37,25 +55,35 @@ class PlainStep(NamedTuple):
     num_fed: int
     num_forwards: int
     line_seconds: float
-    per_forward: float
-    per_draft: float
+    first_forward: float
+    later_forward: float
+    per_first: float
+    per_later: float
     excess: Mapping[int, float]
 
     @classmethod
     def of(
-        cls, num_rows: int, fixed: Sequence[tuple[float, int]], verify_cost: LinearCost, draft_cost: LinearCost
+        cls, num_rows: int, fixed: Sequence[tuple[float, int]], costs: Costs
     ) -> PlainStep:
         """Rows without drafts beside rows of fixed ones, by what was measured."""
-        (base, per_token), (per_forward, per_draft) = verify_cost.line, draft_cost.line
+        base, per_token = costs.verify.line
+        first_forward, first_draft = costs.first_draft.line
+        # Until steps of several drafts were timed, a further one is believed to cost what the first does.
+        later_forward, later_draft = (costs.later_draft if costs.later_draft.recent else costs.first_draft).line
         num_fixed, deepest = sum(count for _, count in fixed), max((count for _, count in fixed), default=0)
+        num_first = sum(1 for _, count in fixed if count)
         num_fed = num_rows + len(fixed) + num_fixed
         tokens = num_rows + sum(chance**k for chance, count in fixed for k in range(count + 1))
-        line_seconds = base + per_token * num_fed + per_draft * num_fixed
-        return cls(tokens, num_fed, deepest, line_seconds, per_forward, per_token + per_draft, verify_cost.excess)
+        line_seconds = base + per_token * num_fed + first_draft * num_first + later_draft * (num_fixed - num_first)
+        return cls(
+            tokens, num_fed, deepest, line_seconds, first_forward, later_forward, per_token + first_draft,
+            per_token + later_draft, costs.verify.excess,
+        )  # fmt: skip
 
     def seconds(self, num_forwards: int) -> float:
         """By the line, if added drafts come out of so many forwards."""
-        return self.line_seconds + max(num_forwards, self.num_forwards) * self.per_forward
+        most = max(num_forwards, self.num_forwards)
+        return self.line_seconds + (self.first_forward + (most - 1) * self.later_forward if most else 0.0)
 
     @property
     def plain_seconds(self) -> float:
@@ -64,7 +92,7 @@ class PlainStep(NamedTuple):
 
     def loss(self, chances: Sequence[float]) -> float:
         """Part of its speed that a first draft of each of these chances loses, by the line."""
-        seconds = self.seconds(1) + self.per_draft * len(chances)
+        seconds = self.seconds(1) + self.per_first * len(chances)
         return 1 - (self.tokens + sum(chances)) * self.plain_seconds / (self.tokens * seconds)
 
 
@@ -72,8 +100,7 @@ def best_plan(
     chances: Sequence[float],
     room: Sequence[int],
     fixed: Sequence[tuple[float, int]],
-    verify_cost: LinearCost,
-    draft_cost: LinearCost,
+    costs: Costs,
     least_gain: float,
 ) -> Plan:
     """The lengths of most expected tokens per second.
@@ -82,17 +109,16 @@ def best_plan(
         chances: per row, how likely its first draft is accepted, and each further one if those before it were.
         room: per row, its most drafts.
         fixed: chance and drafts of each row whose length is not to be chosen: the step feeds and makes these anyway.
-        verify_cost: seconds by tokens fed.
-        draft_cost: seconds of one forward of the MTP block by rows in it.
+        costs: as measured.
         least_gain: part of the speed without drafts that they must gain; negative: that they may lose.
 
     Returns:
         No drafts, and no loss, where either cost was never measured.
     """
     lengths = [0] * len(room)
-    if not (verify_cost.recent and draft_cost.recent):
+    if not (costs.verify.recent and costs.first_draft.recent):
         return Plan(lengths)
-    step = PlainStep.of(len(room), fixed, verify_cost, draft_cost)
+    step = PlainStep.of(len(room), fixed, costs)
     least = step.tokens / step.plain_seconds * (1 + least_gain)
     drafts = best_drafts(step, chances, room, least)
     if not drafts:
@@ -125,15 +151,16 @@ def best_drafts(
         for place, (chance, most) in enumerate(zip(chances, room, strict=True))
         for k in range(most)
     )
-    num_fed, per_draft, excess = step.num_fed, step.per_draft, step.excess
+    num_fed, excess = step.num_fed, step.excess
     best, chosen = least, []
     for num_forwards in range(1, max(room) + 1):
         able = [draft for draft in ranked if draft[2] < num_forwards]
         tokens, count = step.tokens, 0
-        without = step.seconds(num_forwards)
-        for num_drafts, (minus_chance, _, _) in enumerate(able, 1):
+        by_line = step.seconds(num_forwards)
+        for num_drafts, (minus_chance, _, k) in enumerate(able, 1):
             tokens -= minus_chance
-            seconds = without + per_draft * num_drafts + excess.get(num_fed + num_drafts, 0.0)
+            by_line += step.per_later if k else step.per_first
+            seconds = by_line + excess.get(num_fed + num_drafts, 0.0)
             if tokens > best * seconds:
                 best, count = tokens / seconds, num_drafts
         chosen = able[:count] or chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,11 +43,13 @@ class Proposer(Protocol):
             rows by COHORT.
         can_draft: whether it ever does; if not, no step asks how many drafts pay.
         needs_streams: whether forwards without drafts are to keep their streams in the store for it.
+        later_seconds: of the last drafts, seconds of each forward of the MTP block but the first.
     """
 
     per_row_positions: bool
     can_draft: bool
     needs_streams: bool
+    later_seconds: Sequence[float]
 
     def propose(
         self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int], are_kept: bool
@@ -70,6 +73,7 @@ class NoProposer:
     per_row_positions = True
     can_draft = False
     needs_streams = False
+    later_seconds = ()
 
     def propose(
         self, rows: Sequence[CaughtUp], streams: Tensor, draft_lens: Sequence[int], are_kept: bool
@@ -90,6 +94,7 @@ class ScriptedProposer:
     per_row_positions = True
     can_draft = True
     needs_streams = False
+    later_seconds = ()
 
     def __init__(self, script: Callable[[Row, int], Sequence[int]]) -> None:
         self.script = script
@@ -117,6 +122,7 @@ class MTPProposer:
 
     Attributes:
         num_forwards: whole-block forwards so far.
+        later_seconds: as `Proposer.later_seconds`; each forward ends with its tokens on the host.
     """
 
     per_row_positions = True
@@ -126,6 +132,7 @@ class MTPProposer:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.num_forwards = 0
+        self.later_seconds: list[float] = []
         # Rings of all slots end to end: a row's cell is slot · window + position mod window.
         self._kept = target.store.mtp_streams.flatten(0, 1)
         self._window = target.model.config.sliding_window
@@ -137,10 +144,10 @@ class MTPProposer:
 
         The last committed pair of a drafting row goes through the whole block.
         """
+        if are_kept and self.target.prefix_cache is None and not any(draft_lens):
+            return  # what most steps of a pause come to: no row has drafts, none gets any
         for item in rows:
             item.row.drafts = []
-        if are_kept and self.target.prefix_cache is None and not any(draft_lens):
-            return
         writing, waiting = [], []
         for item, draft_len in zip(rows, draft_lens, strict=True):
             (writing if draft_len or self._is_kept(item) else waiting).append((item, draft_len))
@@ -152,11 +159,14 @@ class MTPProposer:
         if written and not chain:
             self._catch_up(written, [], previous, token_idx)
         token_idx += [item.token_idx + item.row.kv_len - 1 - item.start for item, _ in chain]
+        ended = []
         for depth in range(max(draft_lens, default=0)):
             chain, previous, token_idx = self._extend(chain, written, previous, token_idx, depth)
             written = []
+            ended.append(time.perf_counter())
             if not chain:
-                return
+                break
+        self.later_seconds = [end - start for start, end in zip(ended[:-1], ended[1:], strict=True)]
 
     @torch.inference_mode()
     def resume(self, row: Row, streams: Tensor) -> None:

@@ -88,7 +88,7 @@ def run_step(
             target.prefix_cache.keep(item.row, item.start, streams[item.token_idx :])
     seconds = StepSeconds(*clock.phases())
     if is_timed:
-        policy.record_proposing(draft_lens, seconds.propose)
+        policy.record_proposing(draft_lens, seconds.propose, proposer.later_seconds)
     return seconds
 
 

@@ -67,15 +67,15 @@ def test_auto_explores_first():
     seen = []
     for _ in range(len(EXPLORED)):
         seen.append(policy.lengths([row])[0])
-        policy.verify_cost.record(1 + seen[-1], 0.01 + seen[-1])
+        policy.costs.verify.record(1 + seen[-1], 0.01 + seen[-1])
         if seen[-1]:
-            policy.draft_cost.record(seen[-1], 1.0)
+            policy.costs.first_draft.record(seen[-1], 1.0)
     assert seen == list(EXPLORED) and set(seen) == {0, 2}
-    assert len(policy.verify_cost.recent) == 2
+    assert len(policy.costs.verify.recent) == 2
     assert policy.lengths([row]) == [0], "dear drafts"
     cold = DraftPolicy(EngineConfig())
     for size in range(1, 9):
-        cold.verify_cost.record(size, 1.0)
+        cold.costs.verify.record(size, 1.0)
     assert cold.lengths([row]) == [1], "no draft was timed yet"
 
 
@@ -86,7 +86,7 @@ def test_of_a_large_batch_a_part_explores():
         for most in EXPLORED_ROWS:
             count = min(num_rows, most)
             assert policy.lengths(rows) == [0] + [EXPLORED[0]] * count + [0] * (num_rows - count)
-            policy.verify_cost.record(num_rows, 1.0)
+            policy.costs.verify.record(num_rows, 1.0)
     assert num_rows > 2 * max(EXPLORED_ROWS) and EXPLORED_ROWS[0] > EXPLORED_ROWS[1]
 
 
@@ -104,8 +104,9 @@ def test_auto_tries_again_after_many_steps_without_drafts():
     policy.pause = Pause(retry_after=RETRY_MOST)
     for _ in range(40):
         for size in range(1, 9):
-            policy.verify_cost.record(size, 0.1 + 0.0005 * size)
-            policy.draft_cost.record(size, 0.001 * size)
+            policy.costs.verify.record(size, 0.1 + 0.0005 * size)
+            policy.costs.first_draft.record(size, 0.001 * size)
+            policy.costs.later_draft.record(size, 0.001 * size)
     chosen = [policy.lengths(rows)[0] for _ in range(4 * LOOK_MOST + 12)]
     waits = [LOOK_FIRST, 2 * LOOK_FIRST, 4 * LOOK_FIRST, LOOK_MOST, LOOK_MOST]
     expected = [count for wait in waits for count in [AUTO_MAX_DRAFTS] * wait + [0, 0]]
@@ -137,14 +138,14 @@ def test_steps_that_are_never_timed_end_the_exploring():
     retried = [RETRY_DRAFTS] * RETRY_STEPS
     assert chosen == [EXPLORED[0]] * MOST_EXPLORED + [0] * RETRY_FIRST + retried + [0] * REST
     assert policy.exploring.num_steps == MOST_EXPLORED
-    assert best_plan([0.7], [4], [], policy.verify_cost, policy.draft_cost, least_gain=0.0) == Plan([0], loss=0.0)
+    assert best_plan([0.7], [4], [], policy.costs, least_gain=0.0) == Plan([0], loss=0.0)
     once = DraftPolicy(EngineConfig())
-    once.verify_cost.record(3, 1.0)
+    once.costs.verify.record(3, 1.0)
     chosen = [once.lengths([row])[0] for _ in range(MOST_EXPLORED + RETRY_FIRST)]
     assert chosen == [EXPLORED[1]] * MOST_EXPLORED + [0] * RETRY_FIRST, "nor after one that was timed"
     some = DraftPolicy(EngineConfig())
     for size in (3, 3, 1, 3, 1):
-        some.verify_cost.record(size, 1.0)
+        some.costs.verify.record(size, 1.0)
     chosen = [some.lengths([row])[0] for _ in range(MOST_EXPLORED + RETRY_FIRST)]
     assert chosen == [1] * MOST_EXPLORED + [0] * RETRY_FIRST, "nor while no draft was"
 
@@ -164,8 +165,9 @@ def test_auto_rests_while_drafts_do_not_pay():
     assert policy.lengths([row]) == [0]
     for size in range(1, 9):
         for _ in range(9):
-            policy.verify_cost.record(size, 1.0)
-            policy.draft_cost.record(size, 1e-6)
+            policy.costs.verify.record(size, 1.0)
+            policy.costs.first_draft.record(size, 1e-6)
+            policy.costs.later_draft.record(size, 1e-6)
     chosen = [policy.lengths([own, row]) for _ in range(REST)]
     assert chosen == [[3, 0]] * (REST - 1) + [[3, AUTO_MAX_DRAFTS]]
 
@@ -175,18 +177,18 @@ def test_the_first_step_of_its_kind_is_not_timed():
     policy = DraftPolicy(EngineConfig())
     for size, has_drafts in ((3, True), (3, True), (4, True), (1, False), (1, False), (1, False), (2, True)):
         policy.record_verifying(size, has_drafts, float(size))
-    assert policy.verify_cost.recent == {3: ([3.0], 1), 4: ([4.0], 2), 1: ([1.0, 1.0], 4)}
+    assert policy.costs.verify.recent == {3: ([3.0], 1), 4: ([4.0], 2), 1: ([1.0, 1.0], 4)}
 
 
 def test_a_rest_is_timed_at_its_end():
     """Nothing before is of use when the next decision is made."""
     policy = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
-    before, timed, rows = policy.verify_cost.count, [], [make_row(acceptance=0.9)]
+    before, timed, rows = policy.costs.verify.count, [], [make_row(acceptance=0.9)]
     policy.had_drafts = False
     for _ in range(REST):
         assert policy.lengths(rows) == [0]
         policy.record_verifying(1, False, 1.0)
-        timed.append(policy.verify_cost.count - before)
+        timed.append(policy.costs.verify.count - before)
     assert timed == [0] * (REST - REST_TIMED - 1) + list(range(1, REST_TIMED + 2))
 
 
@@ -200,21 +202,23 @@ def test_a_pace_that_changes_between_drafts_and_none_speaks_for_neither(slowdown
     for pace in [1.0] * 4 + [slowdown] * 20:
         policy.record_verifying(1, False, pace)
     policy.num_drafting = 2
-    policy.record_proposing([2], 0.5 * slowdown)
-    assert policy.verify_cost.expected(3) / policy.verify_cost.expected(1) == pytest.approx(3.0, rel=0.15)
-    assert policy.draft_cost.expected(1) / policy.verify_cost.expected(1) == pytest.approx(0.25, rel=0.15)
+    policy.record_proposing([2], 0.5 * slowdown, [0.25 * slowdown])
+    assert policy.costs.verify.expected(3) / policy.costs.verify.expected(1) == pytest.approx(3.0, rel=0.15)
+    for draft in (policy.costs.first_draft, policy.costs.later_draft):
+        assert draft.expected(1) / policy.costs.verify.expected(1) == pytest.approx(0.25, rel=0.15)
     assert policy.pace.slowness == pytest.approx(slowdown, rel=0.15)
 
 
 def test_drafts_are_timed_by_forward():
-    """A step of two forwards, for four rows and for two: three rows in each."""
+    """The first, for four rows, takes all that the others, for two rows and for one, do not."""
     policy = DraftPolicy(EngineConfig(), num_drafting=2)
     for _ in range(3):
-        policy.record_proposing([2, 1, 0, 1, 2], 0.5)
-    assert policy.draft_cost.recent == {3: ([0.25] * 3, 3)}
+        policy.record_proposing([2, 1, 0, 1, 3], 1.0, [0.25, 0.125])
+    assert policy.costs.first_draft.recent == {4: ([0.625] * 3, 3)}
+    assert policy.costs.later_draft.recent == {2: ([0.25] * 3, 5), 1: ([0.125] * 3, 6)}
     policy.num_drafting = 1
-    policy.record_proposing([2, 1, 0, 1, 2], 9.0)
-    assert policy.draft_cost.count == 3, "the first after a pause"
+    policy.record_proposing([2, 1, 0, 1, 3], 9.0, [0.25, 0.125])
+    assert policy.costs.first_draft.count == 3 and policy.costs.later_draft.count == 6, "the first after a pause"
 
 
 def test_recent_acceptance_fades_towards_the_prior():

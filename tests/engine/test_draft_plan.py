@@ -5,7 +5,7 @@ from draft_support import make_row, policy_with
 
 from polytempo.engine.draft_length import Acceptance, DraftPolicy
 from polytempo.engine.draft_phases import LEAST_GAIN, LOOK_FIRST, TRIAL_LOSS, TRIAL_STEPS, Pause, Paying
-from polytempo.engine.draft_plan import best_plan
+from polytempo.engine.draft_plan import PlainStep, best_plan
 from polytempo.engine.step_cost import MEDIAN_OVER, LinearCost
 from polytempo.engine_config import AUTO_MAX_DRAFTS, EngineConfig
 
@@ -14,7 +14,7 @@ def test_a_size_that_was_seen_often_and_lately_is_believed_over_the_line():
     """Costs are concave: two drafts pay where the line through one and five says that they do not."""
     policy = policy_with(base=1.0, per_token=1.0, draft_base=0.01, per_draft=0.0)
     policy.acceptance = Acceptance(10.0, 8.0)
-    cost = policy.verify_cost = LinearCost()
+    cost = policy.costs.verify = LinearCost()
     cost.record(1, 99.0)  # cold
     for _ in range(MEDIAN_OVER):
         for size, seconds in {1: 1.0, 2: 1.9, 3: 2.2, 6: 5.0}.items():
@@ -52,12 +52,25 @@ def test_auto_keeps_to_every_rows_room():
 def test_a_second_draft_costs_what_the_first_one_did_until_it_is_timed():
     policy = DraftPolicy(EngineConfig())
     for size in (1, 1, 2, 3) * 2:
-        policy.verify_cost.record(size, 1.0)
+        policy.costs.verify.record(size, 1.0)
     for _ in range(2):
-        policy.draft_cost.record(1, 0.5)
+        policy.costs.first_draft.record(1, 0.5)
     rates = [sum(0.9**k for k in range(count + 1)) / (1 + 0.5 * count) for count in range(AUTO_MAX_DRAFTS + 1)]
     best = rates.index(max(rates))
     assert 0 < best < AUTO_MAX_DRAFTS and policy.lengths([make_row(acceptance=0.9)]) == [best]
+
+
+def test_further_drafts_cost_what_they_took():
+    """The first forward of a step pays for all around it: what it takes says nothing of a second one."""
+    for later, expected in ((0.05, AUTO_MAX_DRAFTS), (0.9, 1)):
+        policy = policy_with(base=1.0, per_token=0.001, draft_base=0.5, per_draft=0.001)
+        policy.costs.later_draft = LinearCost()
+        for size in (1, 2):
+            policy.costs.later_draft.record(size, later)
+        assert policy.lengths([make_row(acceptance=0.9)]) == [expected]
+    fixed = PlainStep.of(1, [(0.5, 3), (0.5, 0)], policy.costs)
+    assert fixed.seconds(1) == fixed.seconds(3) == pytest.approx(1.0 + 0.001 * 6 + 0.501 + 2 * 0.9)
+    assert fixed.seconds(4) == pytest.approx(fixed.seconds(3) + 0.9)
 
 
 def test_a_proposer_that_costs_more_than_all_drafts_gain_is_not_asked():
@@ -110,7 +123,7 @@ def test_a_loss_is_that_of_a_draft_for_every_row():
     rows = [make_row(acceptance=0.8) for _ in range(63)] + [make_row(acceptance=0.8, max_tokens=4)]
     assert policy.lengths(rows) == [0] * 64
     room = [1] * 63 + [0]
-    plan = best_plan([0.8] * 64, room, [], policy.verify_cost, policy.draft_cost, least_gain=0.0)
+    plan = best_plan([0.8] * 64, room, [], policy.costs, least_gain=0.0)
     assert plan.lengths == [0] * 64
     assert plan.loss == pytest.approx(1 - (64 + 63 * 0.8) * 64 / (64 * (64 + 63 * 1.1)))
 
@@ -178,10 +191,10 @@ def test_a_step_that_was_held_up_decides_nothing():
     """Costs are medians: one step among neighbours' noise is no reason to stop drafting, nor to start."""
     policy = policy_with(base=1.0, per_token=0.001, draft_base=0.0, per_draft=0.001)
     for size in range(1, 9):
-        policy.verify_cost.record(size, 1.0 + 0.001 * size)
+        policy.costs.verify.record(size, 1.0 + 0.001 * size)
     for size in (1, 5):
-        policy.verify_cost.record(size, 50.0)
-    assert policy.verify_cost.line == pytest.approx((1.0, 0.001))
+        policy.costs.verify.record(size, 50.0)
+    assert policy.costs.verify.line == pytest.approx((1.0, 0.001))
     assert policy.lengths([make_row(acceptance=0.95)]) == [AUTO_MAX_DRAFTS]
 
 

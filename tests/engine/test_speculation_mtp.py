@@ -164,8 +164,8 @@ def test_only_decode_steps_are_timed():
     plan = iter([[0], [1], [1], [0], [2], [1], [0], [0], [1]])
     verifies, proposals = [], []
     engine.policy._choose = lambda rows, room, fixed: next(plan, [0])
-    engine.policy.verify_cost.record = lambda size, seconds: verifies.append(size)
-    engine.policy.draft_cost.record = lambda size, seconds: proposals.append(size)
+    engine.policy.costs.verify.record = lambda size, seconds: verifies.append(size)
+    engine.policy.costs.first_draft.record = lambda size, seconds: proposals.append(size)
     engine.add([row])
     for _ in range(9):
         engine.step()
@@ -311,3 +311,19 @@ def test_trained_drafts_resume_after_a_pause(demo):
     resumed = [num_tokens for num_tokens in both if num_tokens > len(prompt) + 6]
     assert len(resumed) >= 3 and math.isclose(len(proposed[0][min(both)]), 2)
     assert all(proposed[0][num_tokens] == proposed[1][num_tokens] for num_tokens in both)
+
+
+def test_every_forward_of_a_step_is_timed():
+    """The first with all that a step does around it, each further one by itself, for the rows that still draft."""
+    llm = make_llm(model_of(), draft_len=3)
+    recorded = []
+    llm.engine.policy.record_proposing = lambda *arguments: recorded.append(arguments)
+    rows = [llm.rows_of(list(prompt_of(length)), SHORT)[0] for length in (5, 9)]
+    llm.engine.add(rows)
+    while llm.engine.has_work:
+        llm.engine.step()
+    drafting = [(max(lens), seconds, later) for lens, seconds, later in recorded if any(lens)]
+    assert {most for most, _, _ in drafting} >= {1, 3}
+    for most, seconds, later in drafting:
+        assert len(later) == most - 1
+        assert all(0 < one < seconds for one in later) and sum(later) < seconds
