@@ -119,3 +119,17 @@ def test_the_median_of_repeats_counts_unless_one_failed():
     taken = [{**base, "prefill_tokens_per_second": speed} for speed in (30.0, 10.0, 20.0)]
     assert run.median_of(taken)["prefill_tokens_per_second"] == 20.0
     assert run.median_of([*taken, {**base, "failed": "killed"}])["failed"] == "killed"
+
+
+def test_draft_lengths_in_turns(tmp_path):
+    """Modes take turns, their tokens agree, and only steps in which all rows decode are counted."""
+    record = last_line("turns.py", "-b", "1,3", "--draft-lens", "0,2,auto", "--max-tokens", "12", "--repeat", "2",
+                       "--out", tmp_path / "out.json")  # fmt: skip
+    assert record["rows"] == 3 and set(record["tokens_per_second"]) == {"0", "2", "auto"}
+    assert set(record["ratio_to_0"]) == {"2", "auto"}
+    assert all(ratio > 0 and error > 0 for ratio, error in record["ratio_to_0"].values())
+    first, second = json.loads((tmp_path / "out.json").read_text())
+    assert len(first["runs"]) == len(second["runs"]) == 2 and first["rows"] == 1
+    turns = script_module("turns.py")
+    runs = [{"0": 10.0, "1": 12.0}, {"0": 20.0, "1": 20.0}]
+    assert turns.summary(runs, ["0", "1"]) == {"tokens_per_second": {"0": 15, "1": 16}, "ratio_to_0": {"1": [1.1, 0.1]}}
