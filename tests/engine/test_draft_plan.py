@@ -68,6 +68,11 @@ def test_further_drafts_cost_what_they_took():
         for size in (1, 2):
             policy.costs.later_draft.record(size, later)
         assert policy.lengths([make_row(acceptance=0.9)]) == [expected]
+    dear_first = policy_with(base=1.0, per_token=0.001, draft_base=0.05, per_draft=0.25)
+    dear_first.costs.later_draft = LinearCost()
+    for size in range(1, 9):
+        dear_first.costs.later_draft.record(size, 0.05 + 0.01 * size)
+    assert dear_first.lengths([make_row(acceptance=0.9) for _ in range(4)]) == [AUTO_MAX_DRAFTS] * 4
     fixed = PlainStep.of(1, [(0.5, 3), (0.5, 0)], policy.costs)
     assert fixed.seconds(1) == fixed.seconds(3) == pytest.approx(1.0 + 0.001 * 6 + 0.501 + 2 * 0.9)
     assert fixed.seconds(4) == pytest.approx(fixed.seconds(3) + 0.9)
