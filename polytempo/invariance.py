@@ -20,6 +20,7 @@ from tqdm import tqdm
 from polytempo.config import ModelConfig, RopeConfig
 from polytempo.device import CPU, current_device, describe_device, resolve_device
 from polytempo.errors import PolytempoError
+from polytempo.gpu.available import missing_triton
 from polytempo.invariance_probes import Probe, probes
 from polytempo.model.native_probes import kernels_in_use
 
@@ -110,7 +111,7 @@ def summary(verdicts: Sequence[Verdict], source: str, device: torch.device) -> d
         "torch": torch.__version__,
         "device": describe_device(device),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "kernels": kernels_in_use() if device.type == CPU else "torch",
+        "kernels": kernels_in_use() if device.type == CPU else "torch" if missing_triton() else "triton",
         "threads": torch.get_num_threads(),
         "shapes": source,
         "probes": len(verdicts),

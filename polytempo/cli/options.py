@@ -107,7 +107,7 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
             click.option(
                 "--kernels",
                 type=click.Choice(KERNELS),
-                help="What runs the forward: C++ (native), Triton or torch [default: auto, the fastest there is].",
+                help="What runs the forward: C++ (native), Triton or torch [default: auto, torch where neither runs].",
             ),
         ]
     if engine and rows:

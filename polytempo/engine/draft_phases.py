@@ -33,7 +33,7 @@ LEAST_GAIN = 0.03
 their last window, and the best of many plans is in part the luckiest. A batch that drafts goes on for any gain."""
 TRIAL_LOSS, TRIAL_STEPS = 0.03, 16
 """Part of the speed that drafts may seem to lose when they were just tried, and steps for which they go on all the
-same: the first drafts after a pause take a tenth longer than the next, as do the first steps without."""
+same: the first drafts after a pause take longer than the next, as do the first steps without."""
 CLEAR_LOSS = 0.05
 """Part of the expected speed that one draft per row must lose for the longest waits: where it loses less, trying costs
 little, and noise decides."""
