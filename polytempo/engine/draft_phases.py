@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 EXPLORED = (2, 2, 0, 0)
 """Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
@@ -41,8 +41,7 @@ FEW_ROWS = 2
 """Rows that try again, or an eighth if those are more: each must first make the keys of a window."""
 
 
-@dataclass(frozen=True)
-class Exploring:
+class Exploring(NamedTuple):
     """The steps before costs are believed.
 
     Attributes:
@@ -63,8 +62,7 @@ class Exploring:
         return Exploring(self.num_steps + 1)
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(NamedTuple):
     """The steps in which drafts do not pay, and those that try them again.
 
     Attributes:
@@ -103,11 +101,10 @@ class Pause:
 
     def retried(self) -> Pause:
         """After one more step that tried."""
-        return replace(self, num_retrying=self.num_retrying - 1)
+        return Pause(self.num_idle, self.retry_after, self.num_retrying - 1)
 
 
-@dataclass(frozen=True)
-class Paying:
+class Paying(NamedTuple):
     """The steps in which drafts pay, and those that leave them out.
 
     Attributes:
@@ -123,7 +120,7 @@ class Paying:
         if not pays:
             return Paying()
         if self.num_steps < self.look_after + LOOK_STEPS:
-            return replace(self, num_steps=self.num_steps + 1)
+            return Paying(self.num_steps + 1, self.look_after)
         return Paying(1, min(2 * self.look_after, LOOK_MOST))
 
     @property
