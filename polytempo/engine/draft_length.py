@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from polytempo.engine.draft_phases import LEAST_GAIN, TRIAL_LOSS, TRIAL_STEPS, Exploring, Pause, Paying, few_drafts
+from polytempo.engine.draft_phases import (
+    LEAST_GAIN,
+    RETRY_STEPS,
+    TRIAL_LOSS,
+    TRIAL_STEPS,
+    Exploring,
+    Pause,
+    Paying,
+    few_drafts,
+)
 from polytempo.engine.draft_plan import Costs, Plan, best_plan
 from polytempo.engine.row import Row
 from polytempo.engine.step_cost import Pace
@@ -84,7 +93,8 @@ class DraftPolicy:
         exploring: how far it went.
         pause: how long no draft has paid, and when to try again.
         paying: how long drafts have paid.
-        num_trials: steps for which drafts that were just tried go on though they seem to lose a little.
+        num_trials: steps to come that try drafts: down to TRIAL_STEPS a few rows make some whatever they cost; in the
+            last TRIAL_STEPS drafts go on though they seem to lose a little.
     """
 
     config: EngineConfig
@@ -169,8 +179,8 @@ class DraftPolicy:
         if wanted is not None:
             self.exploring, self.num_trials = self.exploring.explored(), TRIAL_STEPS
             return wanted
-        if self.pause.num_retrying:
-            self.pause, self.num_trials = self.pause.retried(), TRIAL_STEPS
+        if self.num_trials > TRIAL_STEPS:
+            self.num_trials -= 1
             return few_drafts(room)
         plan = self._weigh(rows, room, fixed)
         pays = any(plan.lengths)
@@ -180,7 +190,7 @@ class DraftPolicy:
             self.pause = Pause()
             return [0] * len(rows) if self.paying.is_looking else plan.lengths
         if self.pause.is_over:
-            self.pause = self.pause.ended(plan.loss)
+            self.pause, self.num_trials = self.pause.ended(plan.loss), TRIAL_STEPS + RETRY_STEPS - 1
             return few_drafts(room)
         self.pause = self.pause.idled()
         return plan.lengths

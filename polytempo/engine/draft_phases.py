@@ -63,17 +63,15 @@ class Exploring(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """The steps in which drafts do not pay, and those that try them again.
+    """The steps in which drafts do not pay, and when they are tried again.
 
     Attributes:
         num_idle: steps in a row that chose no draft though there was room.
         retry_after: as many of them as are waited for before drafts are tried again.
-        num_retrying: steps that try and are still to come.
     """
 
     num_idle: int = 0
     retry_after: int = RETRY_FIRST
-    num_retrying: int = 0
 
     @property
     def is_resting(self) -> bool:
@@ -92,16 +90,12 @@ class Pause(NamedTuple):
 
     def idled(self) -> Pause:
         """After one more step without drafts."""
-        return Pause(self.num_idle + 1, self.retry_after, self.num_retrying)
+        return Pause(self.num_idle + 1, self.retry_after)
 
     def ended(self, loss: float) -> Pause:
         """After the first step that tries again, where one draft per row loses this part of the speed."""
         longest = RETRY_SOON if loss < CLEAR_LOSS else RETRY_MOST
-        return Pause(retry_after=min(2 * self.retry_after, longest), num_retrying=RETRY_STEPS - 1)
-
-    def retried(self) -> Pause:
-        """After one more step that tried."""
-        return Pause(self.num_idle, self.retry_after, self.num_retrying - 1)
+        return Pause(retry_after=min(2 * self.retry_after, longest))
 
 
 class Paying(NamedTuple):

@@ -156,7 +156,7 @@ def test_drafts_that_were_just_tried_go_on_for_a_small_loss():
         rows = [make_row(acceptance=0.8, max_tokens=5) for _ in range(4)]
         loss = 1 - 1.8 / (1 + draft_base + 4 * 0.055)
         assert 0 < loss and (loss < TRIAL_LOSS) == goes_on
-        policy.pause = Pause(num_retrying=1)
+        policy.pause, policy.num_trials = Pause(), TRIAL_STEPS + 1
         assert policy.lengths(rows) == [1, 1, 0, 0] and policy.num_trials == TRIAL_STEPS, "two rows try again"
         followed = [policy.lengths(rows) for _ in range(TRIAL_STEPS + 1)]
         num_drafting = TRIAL_STEPS if goes_on else 0
