@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from polytempo.engine.draft_phases import LEAST_GAIN, TRIAL_LOSS, TRIAL_STEPS, Exploring, Pause, Paying, few_drafts
+from polytempo.engine.draft_phases import (
+    LEAST_GAIN,
+    RETRY_STEPS,
+    TRIAL_LOSS,
+    TRIAL_STEPS,
+    Exploring,
+    Pause,
+    Paying,
+    few_drafts,
+)
 from polytempo.engine.draft_plan import Costs, Plan, best_plan
 from polytempo.engine.row import Row
 from polytempo.engine.step_cost import Pace
@@ -33,17 +42,17 @@ def draft_length(row: Row, config: EngineConfig) -> int:
     Returns:
         0 … the request's own draft length, or the engine's if the request names none.
     """
-    if row.is_finished or not row.is_decoding or row.num_tokens == row.undrafted_len:
+    num_tokens, params = row.num_tokens, row.request.params
+    if row.is_finished or not row.is_decoding or num_tokens == row.undrafted_len:
         return 0
-    params = row.request.params
     wanted = config.most_drafts if params.draft_len is None else params.draft_len
-    room = config.max_model_len - row.num_tokens
+    room = config.max_model_len - num_tokens
     if params.max_tokens is not None:
         room = min(room, params.max_tokens - len(row.output_token_ids))
     return max(0, min(wanted, room - 1, config.max_chunk - 1))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Acceptance:
     """How many drafts of all rows the target accepts.
 
@@ -60,12 +69,10 @@ class Acceptance:
         """What is believed of a draft of which nothing else is known."""
         return self.accepted / self.examined
 
-    def verified(self, num_drafted: int, num_accepted: int) -> Acceptance:
-        """After one row's drafts, at least one, were verified."""
-        return Acceptance(
-            ACCEPTANCE_FADE * self.examined + min(num_accepted + 1, num_drafted),
-            ACCEPTANCE_FADE * self.accepted + num_accepted,
-        )
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """Take in what became of one row's drafts, at least one."""
+        self.examined = ACCEPTANCE_FADE * self.examined + min(num_accepted + 1, num_drafted)
+        self.accepted = ACCEPTANCE_FADE * self.accepted + num_accepted
 
 
 @dataclass
@@ -86,7 +93,8 @@ class DraftPolicy:
         exploring: how far it went.
         pause: how long no draft has paid, and when to try again.
         paying: how long drafts have paid.
-        num_trials: steps for which drafts that were just tried go on though they seem to lose a little.
+        num_trials: steps to come that try drafts: down to TRIAL_STEPS a few rows make some whatever they cost; in the
+            last TRIAL_STEPS drafts go on though they seem to lose a little.
     """
 
     config: EngineConfig
@@ -94,7 +102,7 @@ class DraftPolicy:
     pace: Pace = field(default_factory=Pace)
     had_drafts: bool | None = None
     num_drafting: int = 0
-    acceptance: Acceptance = Acceptance()
+    acceptance: Acceptance = field(default_factory=Acceptance)
     exploring: Exploring = Exploring()
     pause: Pause = Pause()
     paying: Paying = Paying()
@@ -104,7 +112,7 @@ class DraftPolicy:
         """Take in what became of a row's drafts in one verify."""
         row.stats.record(num_drafted, num_accepted)
         if num_drafted:
-            self.acceptance = self.acceptance.verified(num_drafted, num_accepted)
+            self.acceptance.record(num_drafted, num_accepted)
 
     def record_verifying(self, num_tokens: int, has_drafts: bool, seconds: float) -> None:
         """Take in what a decode step took up to its commit, unless the step before was of the other kind or in a rest.
@@ -127,10 +135,10 @@ class DraftPolicy:
         """
         if self.num_drafting > 1:
             slowness = self.pace.slowness
-            num_rows = sum(1 for count in draft_lens if count)
+            num_rows = len(draft_lens) - draft_lens.count(0)
             self.costs.first_draft.record(num_rows, (seconds - sum(later_seconds)) / slowness)
             for depth, later in enumerate(later_seconds, 1):
-                num_rows = sum(1 for count in draft_lens if count > depth)
+                num_rows -= draft_lens.count(depth)
                 self.costs.later_draft.record(num_rows, later / slowness)
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
@@ -145,20 +153,20 @@ class DraftPolicy:
         config = self.config
         if config.draft_len != "auto":
             return [draft_length(row, config) for row in rows]
-        lengths = [0] * len(rows)
-        if self.pause.is_resting and all([row.request.params.draft_len is None for row in rows]):
+        is_fixed = [row.request.params.draft_len is not None for row in rows]
+        if self.pause.is_resting and not any(is_fixed):
             self.pause, self.num_drafting = self.pause.idled(), 0
-            return lengths
-        free = [place for place, row in enumerate(rows) if row.is_decoding and row.request.params.draft_len is None]
-        if len(free) < len(rows):
-            lengths = [0 if row.request.params.draft_len is None else draft_length(row, config) for row in rows]
+            return [0] * len(rows)
+        room = [draft_length(row, config) for row in rows]
+        lengths = [most if fixed else 0 for most, fixed in zip(room, is_fixed, strict=True)]
+        decoding = [place for place, row in enumerate(rows) if room[place] or row.is_decoding]
+        free = [place for place in decoding if not is_fixed[place]]
         if self.pause.is_resting:
             self.pause = self.pause.idled()
         elif free:
-            fixed = [(row, count) for row, count in zip(rows, lengths, strict=True)
-                     if row.is_decoding and row.request.params.draft_len is not None]  # fmt: skip
-            room = [draft_length(rows[place], config) for place in free]
-            for place, count in zip(free, self._choose([rows[place] for place in free], room, fixed), strict=True):
+            fixed = [(rows[place], room[place]) for place in decoding if is_fixed[place]]
+            chosen = self._choose([rows[place] for place in free], [room[place] for place in free], fixed)
+            for place, count in zip(free, chosen, strict=True):
                 lengths[place] = count
         self.num_drafting = self.num_drafting + 1 if any(lengths) else 0
         return lengths
@@ -171,8 +179,8 @@ class DraftPolicy:
         if wanted is not None:
             self.exploring, self.num_trials = self.exploring.explored(), TRIAL_STEPS
             return wanted
-        if self.pause.num_retrying:
-            self.pause, self.num_trials = self.pause.retried(), TRIAL_STEPS
+        if self.num_trials > TRIAL_STEPS:
+            self.num_trials -= 1
             return few_drafts(room)
         plan = self._weigh(rows, room, fixed)
         pays = any(plan.lengths)
@@ -182,7 +190,7 @@ class DraftPolicy:
             self.pause = Pause()
             return [0] * len(rows) if self.paying.is_looking else plan.lengths
         if self.pause.is_over:
-            self.pause = self.pause.ended(plan.loss)
+            self.pause, self.num_trials = self.pause.ended(plan.loss), TRIAL_STEPS + RETRY_STEPS - 1
             return few_drafts(room)
         self.pause = self.pause.idled()
         return plan.lengths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 EXPLORED = (2, 2, 0, 0)
 """Drafts per row after so many timed decode steps, before the cost model is trusted. The first step and the first
@@ -41,8 +41,7 @@ FEW_ROWS = 2
 """Rows that try again, or an eighth if those are more: each must first make the keys of a window."""
 
 
-@dataclass(frozen=True)
-class Exploring:
+class Exploring(NamedTuple):
     """The steps before costs are believed.
 
     Attributes:
@@ -63,19 +62,16 @@ class Exploring:
         return Exploring(self.num_steps + 1)
 
 
-@dataclass(frozen=True)
-class Pause:
-    """The steps in which drafts do not pay, and those that try them again.
+class Pause(NamedTuple):
+    """The steps in which drafts do not pay, and when they are tried again.
 
     Attributes:
         num_idle: steps in a row that chose no draft though there was room.
         retry_after: as many of them as are waited for before drafts are tried again.
-        num_retrying: steps that try and are still to come.
     """
 
     num_idle: int = 0
     retry_after: int = RETRY_FIRST
-    num_retrying: int = 0
 
     @property
     def is_resting(self) -> bool:
@@ -94,20 +90,15 @@ class Pause:
 
     def idled(self) -> Pause:
         """After one more step without drafts."""
-        return Pause(self.num_idle + 1, self.retry_after, self.num_retrying)
+        return Pause(self.num_idle + 1, self.retry_after)
 
     def ended(self, loss: float) -> Pause:
         """After the first step that tries again, where one draft per row loses this part of the speed."""
         longest = RETRY_SOON if loss < CLEAR_LOSS else RETRY_MOST
-        return Pause(retry_after=min(2 * self.retry_after, longest), num_retrying=RETRY_STEPS - 1)
-
-    def retried(self) -> Pause:
-        """After one more step that tried."""
-        return replace(self, num_retrying=self.num_retrying - 1)
+        return Pause(retry_after=min(2 * self.retry_after, longest))
 
 
-@dataclass(frozen=True)
-class Paying:
+class Paying(NamedTuple):
     """The steps in which drafts pay, and those that leave them out.
 
     Attributes:
@@ -123,7 +114,7 @@ class Paying:
         if not pays:
             return Paying()
         if self.num_steps < self.look_after + LOOK_STEPS:
-            return replace(self, num_steps=self.num_steps + 1)
+            return Paying(self.num_steps + 1, self.look_after)
         return Paying(1, min(2 * self.look_after, LOOK_MOST))
 
     @property

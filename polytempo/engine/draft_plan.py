@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from polytempo.engine.step_cost import LinearCost
@@ -70,10 +71,10 @@ class PlainStep(NamedTuple):
         first_forward, first_draft = costs.first_draft.line
         # Until steps of several drafts were timed, a further one is believed to cost what the first does.
         later_forward, later_draft = (costs.later_draft if costs.later_draft.recent else costs.first_draft).line
-        num_fixed, deepest = sum(count for _, count in fixed), max((count for _, count in fixed), default=0)
-        num_first = sum(1 for _, count in fixed if count)
+        counts = [count for _, count in fixed]
+        num_fixed, deepest, num_first = sum(counts), max(counts, default=0), len(counts) - counts.count(0)
         num_fed = num_rows + len(fixed) + num_fixed
-        tokens = num_rows + sum(chance**k for chance, count in fixed for k in range(count + 1))
+        tokens = num_rows + sum([chance**k for chance, count in fixed for k in range(count + 1)])
         line_seconds = base + per_token * num_fed + first_draft * num_first + later_draft * (num_fixed - num_first)
         return cls(
             tokens, num_fed, deepest, line_seconds, first_forward, later_forward, per_token + first_draft,
@@ -144,23 +145,24 @@ def best_drafts(
         least: tokens per second that they must beat.
 
     Returns:
-        Of each draft: minus its chance of acceptance, its row's place, its number there from 0. Empty if none pays.
+        Of each draft: its chance of acceptance, its row's place, its number there from 1. Empty if none pays.
     """
-    ranked = sorted(
-        (-(chance ** (k + 1)), place, k)
+    ranked = [
+        (chance**k, place, k)
         for place, (chance, most) in enumerate(zip(chances, room, strict=True))
-        for k in range(most)
-    )
-    num_fed, excess = step.num_fed, step.excess
+        for k in range(1, most + 1)
+    ]
+    ranked.sort(key=itemgetter(0), reverse=True)  # of equal chances the first row's come first
+    excess = [step.excess.get(step.num_fed + num_drafts, 0.0) for num_drafts in range(len(ranked) + 1)]
+    plain_tokens, per_first, per_later = step.tokens, step.per_first, step.per_later
     best, chosen = least, []
     for num_forwards in range(1, max(room) + 1):
-        able = [draft for draft in ranked if draft[2] < num_forwards]
-        tokens, count = step.tokens, 0
-        by_line = step.seconds(num_forwards)
-        for num_drafts, (minus_chance, _, k) in enumerate(able, 1):
-            tokens -= minus_chance
-            by_line += step.per_later if k else step.per_first
-            seconds = by_line + excess.get(num_fed + num_drafts, 0.0)
+        able = [draft for draft in ranked if draft[2] <= num_forwards]
+        tokens, by_line, count = plain_tokens, step.seconds(num_forwards), 0
+        for num_drafts, (chance, _, k) in enumerate(able, 1):
+            tokens += chance
+            by_line += per_later if k > 1 else per_first
+            seconds = by_line + excess[num_drafts]
             if tokens > best * seconds:
                 best, count = tokens / seconds, num_drafts
         chosen = able[:count] or chosen

@@ -68,12 +68,15 @@ class DraftStats:
             return
         self.recent_examined += min(num_accepted + 1, num_drafted)
         self.recent_accepted += num_accepted
-        missing = num_drafted - len(self.drafted_at)
-        self.drafted_at += [0] * missing
-        self.accepted_at += [0] * missing
+        drafted_at, accepted_at = self.drafted_at, self.accepted_at
+        if num_drafted > len(drafted_at):
+            missing = [0] * (num_drafted - len(drafted_at))
+            drafted_at += missing
+            accepted_at += missing
         for place in range(num_drafted):
-            self.drafted_at[place] += 1
-            self.accepted_at[place] += place < num_accepted
+            drafted_at[place] += 1
+        for place in range(num_accepted):
+            accepted_at[place] += 1
 
     def recent_acceptance(self, prior: float, weight: float) -> float:
         """Chance that the target agrees with the next draft, drawn towards `prior` as if `weight` drafts had said so.

@@ -99,9 +99,9 @@ def test_auto_tries_again_after_many_steps_without_drafts():
     assert set(waits[4:]) == {RETRY_MOST} and len(waits) > 6
     for num_rows, few in ((1, 1), (9, FEW_ROWS), (128, 16)):
         many = [make_row(acceptance=0.9) for _ in range(num_rows)]
-        policy.pause = Pause(num_idle=RETRY_MOST, retry_after=RETRY_MOST)
+        policy.pause, policy.num_trials = Pause(num_idle=RETRY_MOST, retry_after=RETRY_MOST), 0
         assert sum(policy.lengths(many)) == few * RETRY_DRAFTS
-    policy.pause = Pause(retry_after=RETRY_MOST)
+    policy.pause, policy.num_trials = Pause(retry_after=RETRY_MOST), 0
     for _ in range(40):
         for size in range(1, 9):
             policy.costs.verify.record(size, 0.1 + 0.0005 * size)

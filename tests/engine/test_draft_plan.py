@@ -1,11 +1,13 @@
 """Which drafts pay in one step: rows' rooms and acceptance, and what cost models say."""
 
+import random
+
 import pytest
 from draft_support import make_row, policy_with
 
 from polytempo.engine.draft_length import Acceptance, DraftPolicy
 from polytempo.engine.draft_phases import LEAST_GAIN, LOOK_FIRST, TRIAL_LOSS, TRIAL_STEPS, Pause, Paying
-from polytempo.engine.draft_plan import PlainStep, best_plan
+from polytempo.engine.draft_plan import Costs, PlainStep, best_plan
 from polytempo.engine.step_cost import MEDIAN_OVER, LinearCost
 from polytempo.engine_config import AUTO_MAX_DRAFTS, EngineConfig
 
@@ -154,7 +156,7 @@ def test_drafts_that_were_just_tried_go_on_for_a_small_loss():
         rows = [make_row(acceptance=0.8, max_tokens=5) for _ in range(4)]
         loss = 1 - 1.8 / (1 + draft_base + 4 * 0.055)
         assert 0 < loss and (loss < TRIAL_LOSS) == goes_on
-        policy.pause = Pause(num_retrying=1)
+        policy.pause, policy.num_trials = Pause(), TRIAL_STEPS + 1
         assert policy.lengths(rows) == [1, 1, 0, 0] and policy.num_trials == TRIAL_STEPS, "two rows try again"
         followed = [policy.lengths(rows) for _ in range(TRIAL_STEPS + 1)]
         num_drafting = TRIAL_STEPS if goes_on else 0
@@ -225,3 +227,52 @@ def test_new_rows_are_taken_for_the_average():
         policy.record(other, 1, 1 - accepted)
         policy.pause = Pause()  # decide now
         assert policy.lengths([make_row()]) == [expected], "one draft after a long pause outweighs a hundred"
+
+
+def plan_by_definition(chances, room, fixed, costs, least_gain):
+    """`best_plan`'s lengths with each plan weighed by itself: so many forwards, so many of their likeliest drafts."""
+    step = PlainStep.of(len(room), fixed, costs)
+    best, chosen = step.tokens / step.plain_seconds * (1 + least_gain), []
+    for num_forwards in range(1, max(room) + 1):
+        drafts = [(place, k) for place, most in enumerate(room) for k in range(min(most, num_forwards))]
+        able = sorted(drafts, key=lambda draft: (-(chances[draft[0]] ** (draft[1] + 1)), *draft))
+        for num_drafts in range(1, len(able) + 1):
+            tokens, by_line = step.tokens, step.seconds(num_forwards)
+            for place, k in able[:num_drafts]:
+                tokens += chances[place] ** (k + 1)
+                by_line += step.per_later if k else step.per_first
+            seconds = by_line + costs.verify.excess.get(step.num_fed + num_drafts, 0.0)
+            if tokens > best * seconds:
+                best, chosen = tokens / seconds, able[:num_drafts]
+    return [sum(1 for draft in chosen if draft[0] == place) for place in range(len(room))]
+
+
+def random_costs(rng):
+    """Costs after a few noisy steps, some of them without a further forward, some free of this or that."""
+    base, per_token, forward, per_draft = (rng.choice([0.0, rng.random(), rng.random()]) for _ in range(4))
+    costs = Costs()
+    for _ in range(rng.randrange(1, 30)):
+        size, num_rows = rng.randrange(1, 40), rng.randrange(1, 9)
+        costs.verify.record(size, (base + 0.1 + 0.1 * per_token * size) * rng.lognormvariate(0, 0.1))
+        costs.first_draft.record(num_rows, 0.3 * forward + 0.1 * per_draft * num_rows * rng.lognormvariate(0, 0.1))
+        if rng.random() < 0.8:
+            costs.later_draft.record(num_rows, 0.1 * forward + 0.1 * per_draft * num_rows)
+    return costs
+
+
+def test_every_plan_is_the_one_that_its_definition_gives():
+    """Rows of one chance, rows without room, rows of fixed lengths, sizes that cost more or less than the line says."""
+    rng, seen = random.Random(7), []
+    for _ in range(3000):
+        num_rows = rng.choice([1, 1, 2, 3, 5, 8])
+        some = [rng.choice([0.0, 0.5, 1.0, rng.random(), rng.random()]) for _ in range(rng.randrange(1, num_rows + 1))]
+        chances = [rng.choice(some) for _ in range(num_rows)]
+        room = [rng.choice([0, 1, 2, 3, 5, 5]) for _ in range(num_rows)]
+        room[rng.randrange(num_rows)] = rng.randrange(1, 6)
+        fixed = [(rng.random(), rng.randrange(4)) for _ in range(rng.choice([0, 0, 1, 3]))]
+        costs, least_gain = random_costs(rng), rng.choice([-0.03, 0.0, 0.03])
+        lengths = best_plan(chances, room, fixed, costs, least_gain).lengths
+        assert lengths == plan_by_definition(chances, room, fixed, costs, least_gain), (chances, room, fixed)
+        seen.append((sum(lengths), max(lengths) - min(lengths), sum(lengths) == sum(room)))
+    assert sum(1 for total, _, _ in seen if not total) > 500, "often none pays"
+    assert sum(1 for total, spread, is_all in seen if total and spread and not is_all) > 500, "often some do"
