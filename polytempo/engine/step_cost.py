@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median_low
 
 FORGET = 0.99
 """Weight of a size that was not seen again, per measurement since."""
@@ -85,17 +86,17 @@ class LinearCost:
     def _fit(self) -> tuple[float, float]:
         if not self.recent:
             return 0.0, 0.0
-        points = [  # size, its low median, its weight
-            (size, sorted(seen)[(len(seen) - 1) // 2], len(seen) * max(FORGET ** (self.count - last), 1e-6))
+        points = [
+            (size, median_low(seen), len(seen) * max(FORGET ** (self.count - last), 1e-6))
             for size, (seen, last) in self.recent.items()
         ]
         if len(points) == 1:
             return points[0][1], 0.0
-        weight = sum([w for _, _, w in points])
-        mean_size = sum([w * size for size, _, w in points]) / weight
-        mean_seconds = sum([w * seconds for _, seconds, w in points]) / weight
-        variance = sum([w * (size - mean_size) ** 2 for size, _, w in points])
-        covariance = sum([w * (size - mean_size) * (seconds - mean_seconds) for size, seconds, w in points])
+        weight = sum(w for _, _, w in points)
+        mean_size = sum(w * size for size, _, w in points) / weight
+        mean_seconds = sum(w * seconds for _, seconds, w in points) / weight
+        variance = sum(w * (size - mean_size) ** 2 for size, _, w in points)
+        covariance = sum(w * (size - mean_size) * (seconds - mean_seconds) for size, seconds, w in points)
         slope = min(max(0.0, covariance / variance), mean_seconds / mean_size)
         base = mean_seconds - slope * mean_size
         self.excess = {size: (seconds - base - slope * size) * w / (w + OWN_WEIGHT) for size, seconds, w in points}
