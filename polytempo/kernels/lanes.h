@@ -55,8 +55,9 @@ inline To convert(V value) {
     return __builtin_convertvector(value, To);
 }
 
-// One rounding where the machine has the instruction, two elsewhere; never a mixture within one build.
 inline v16 fma16(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
+
+inline void keep(v16&) {}  // here the compiler does that
 
 inline v16 sqrt16(v16 x) { return _mm512_sqrt_ps(x); }
 
@@ -167,13 +168,23 @@ inline To convert(Halves<H> value) {
     return {__builtin_convertvector(value.low, Half), __builtin_convertvector(value.high, Half)};
 }
 
+// One rounding where the machine has the instruction, two elsewhere; never a mixture within one build.
 #if defined(__FMA__)
-inline v16 fma16(v16 a, v16 b, v16 c) {
-    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
-}
+inline f8 fma8(f8 a, f8 b, f8 c) { return _mm256_fmadd_ps(a, b, c); }
 #else
-inline v16 fma16(v16 a, v16 b, v16 c) { return a * b + c; }
+inline f8 fma8(f8 a, f8 b, f8 c) { return a * b + c; }
 #endif
+
+inline v16 fma16(v16 a, v16 b, v16 c) { return {fma8(a.low, b.low, c.low), fma8(a.high, b.high, c.high)}; }
+
+// Has a value in a register from here on: gcc would rather read it from memory for each use.
+inline void keep(f8& value) {
+#if defined(__AVX__)
+    asm("" : "+x"(value));
+#endif
+}
+
+inline void keep(v16& value) { keep(value.low), keep(value.high); }
 
 #if defined(__AVX2__)
 inline v16 sqrt16(v16 x) { return {_mm256_sqrt_ps(x.low), _mm256_sqrt_ps(x.high)}; }

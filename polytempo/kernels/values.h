@@ -22,6 +22,7 @@ struct SingleKey {
     SingleKey(const T* const* keys, long j, long, long c, long channels) {
         low = load(keys[j] + c, channels);
         high = channels > LANES ? load(keys[j] + c + LANES, channels - LANES) : v16{};
+        keep(low), keep(high);
     }
     void add(ChannelSums& sums, float weight) const {
         sums.low = fma16(splat(weight), low, sums.low);
