@@ -14,7 +14,7 @@ struct Chunk<float> {
     static constexpr long SIZE = 16;
     v16 value;
     static Chunk read(const float* from) { return {load(from)}; }
-    static v16 dot(v16 sum, Chunk a, Chunk b) { return fma16(a.value, b.value, sum); }
+    static v16 dot(v16 sum, Chunk a, Chunk b) { return fma(a.value, b.value, sum); }
 };
 
 template <>
@@ -26,8 +26,8 @@ struct Chunk<bf16> {
 #if defined(__AVX512BF16__)
         return _mm512_dpbf16_ps(sum, (__m512bh)a.value, (__m512bh)b.value);
 #else
-        sum = fma16(as_floats(a.value << 16), as_floats(b.value << 16), sum);
-        return fma16(as_floats(a.value & 0xffff0000u), as_floats(b.value & 0xffff0000u), sum);
+        sum = fma(cast<v16>(a.value << 16), cast<v16>(b.value << 16), sum);
+        return fma(cast<v16>(a.value & 0xffff0000u), cast<v16>(b.value & 0xffff0000u), sum);
 #endif
     }
 };
@@ -139,14 +139,14 @@ template <>
 struct HalfChunk<float> {
     f8 value;
     explicit HalfChunk(f8 half) : value(half) { keep(value); }
-    static f8 dot(f8 sum, HalfChunk a, HalfChunk b) { return fma8(a.value, b.value, sum); }
+    static f8 dot(f8 sum, HalfChunk a, HalfChunk b) { return fma(a.value, b.value, sum); }
 };
 
 template <>
 struct HalfChunk<bf16> {
     f8 even, odd;
-    explicit HalfChunk(u8x half) : even((f8)(half << 16)), odd((f8)(half & 0xffff0000u)) { keep(even), keep(odd); }
-    static f8 dot(f8 sum, HalfChunk a, HalfChunk b) { return fma8(a.odd, b.odd, fma8(a.even, b.even, sum)); }
+    explicit HalfChunk(u8x half) : even(cast<f8>(half << 16)), odd(cast<f8>(half & 0xffff0000u)) { keep(even), keep(odd); }
+    static f8 dot(f8 sum, HalfChunk a, HalfChunk b) { return fma(a.odd, b.odd, fma(a.even, b.even, sum)); }
 };
 
 // As many pairs as sixteen registers have room for: of one row, of two rows and two columns, or of one column. The sum

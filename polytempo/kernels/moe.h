@@ -12,7 +12,7 @@ inline void router_scores(float* logits, long count) {
     for (long i = 0; i < count; i += LANES) {
         v16 x = load(logits + i, count - i), negative = select(x < 0.0f, x, -x);
         v16 positive = select(x < 0.0f, v16{}, x);
-        store(logits + i, sqrt16(positive + log1p16(exp16(negative))), count - i);
+        store(logits + i, root(positive + log1p16(exp16(negative))), count - i);
     }
 }
 

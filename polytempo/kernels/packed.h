@@ -38,9 +38,9 @@ inline v16 decode16(u16x codes) {
     const uint32_t one = 1u << 23, rebias = uint32_t(127 - BIAS) << 23, smallest_normal = uint32_t(128 - BIAS) << 23;
     u16x magnitude = codes & ((1u << SIGN) - 1), bits = (magnitude << (23 - MANTISSA)) + rebias;
     // Without an exponent the mantissa has no leading one: read it with one, and take that away again.
-    v16 subnormal = as_floats(bits + one) - as_floats(u16x{} + smallest_normal);
-    bits = select(magnitude < (1u << MANTISSA), as_bits(subnormal), bits);
-    return as_floats(bits | (codes >> SIGN) << 31);
+    v16 subnormal = cast<v16>(bits + one) - cast<v16>(u16x{} + smallest_normal);
+    bits = select(magnitude < (1u << MANTISSA), cast<u16x>(subnormal), bits);
+    return cast<v16>(bits | (codes >> SIGN) << 31);
 }
 
 // A run of FP4_RUN columns: two codes per byte, the even column in the low nibble.

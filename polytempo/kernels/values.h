@@ -25,8 +25,8 @@ struct SingleKey {
         keep(low), keep(high);
     }
     void add(ChannelSums& sums, float weight) const {
-        sums.low = fma16(splat(weight), low, sums.low);
-        sums.high = fma16(splat(weight), high, sums.high);
+        sums.low = fma(splat(weight), low, sums.low);
+        sums.high = fma(splat(weight), high, sums.high);
     }
     static void finish(ChannelSums&) {}
 };
@@ -92,7 +92,7 @@ template <class Keys, class T>
 inline void add_all_channels(const typename Keys::Weight* const* weights, long heads, const T* const* keys, long count,
                              long dim, const float* totals, T* const* out) {
     // As many heads at once as there are registers for their sums.
-    constexpr int MOST = IS_WIDE ? 8 : 2, SOME = IS_WIDE ? 4 : 2;
+    constexpr int MOST = REGISTER_LANES == LANES ? 8 : 2, SOME = REGISTER_LANES == LANES ? 4 : 2;
     for (long c = 0; c < dim; c += 32) {
         const long channels = std::min(32L, dim - c);
         long r = 0;

@@ -10,11 +10,11 @@ struct bf16 {
     uint16_t bits;
 };
 
-inline v16 widen(h16 bits) { return as_floats(convert<u16x>(bits) << 16); }
+inline v16 widen(h16 bits) { return cast<v16>(convert<u16x>(bits) << 16); }
 
 // Round to nearest even as torch does; every NaN becomes the same quiet one.
 inline h16 narrow(v16 value) {
-    u16x bits = as_bits(value);
+    u16x bits = cast<u16x>(value);
     u16x rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     u16x nan = u16x{} + 0x7fc0u;
     return convert<h16>(select((bits & 0x7fffffffu) > 0x7f800000u, nan, rounded));
@@ -65,7 +65,7 @@ inline v16 exp16(v16 x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     i16x exponent = (convert<i16x>(n) + 127) << 23;
-    return select(x < lowest, v16{}, p * as_floats(exponent));
+    return select(x < lowest, v16{}, p * cast<v16>(exponent));
 }
 
 inline v16 sigmoid16(v16 x) { return 1.0f / (1.0f + exp16(-x)); }
@@ -139,7 +139,7 @@ inline float sum_squares(const T* x, long n) {
     v16 sum = {};
     for (long i = 0; i < n; i += LANES) {
         v16 value = load(x + i, n - i);
-        sum = fma16(value, value, sum);
+        sum = fma(value, value, sum);
     }
     return sum_lanes(sum);
 }
