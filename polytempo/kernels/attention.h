@@ -3,10 +3,9 @@
 #pragma once
 
 #include "entries.h"
+#include "values.h"
 
 namespace pt {
-
-constexpr long HEADS_PER_PASS = 8;
 
 template <class T>
 struct AttentionBuffers {
@@ -156,111 +155,6 @@ inline float softmax_sink(float* scores, long count, float sink) {
         sum += load(scores + i, count - i);
     }
     return exp16(splat(sink - highest))[0] + sum_lanes(sum);
-}
-
-// Thirty-two channels of a head's sum over keys.
-struct ChannelSums {
-    v16 low = {}, high = {};
-};
-
-// The same channels of as many keys as one product adds, and those keys' weights of one head.
-struct FloatKeys {
-    static constexpr long COUNT = 1;
-    typedef float Weight;
-    v16 low, high;
-    FloatKeys(const float* const* keys, long j, long, long c, long channels) {
-        low = load(keys[j] + c, channels);
-        high = channels > LANES ? load(keys[j] + c + LANES, channels - LANES) : v16{};
-    }
-    void add(ChannelSums& sums, float weight) const {
-        sums.low = fma16(splat(weight), low, sums.low);
-        sums.high = fma16(splat(weight), high, sums.high);
-    }
-    static void finish(ChannelSums&) {}
-};
-
-// In bfloat16 two keys are added at once: weights are rounded as the keys are, and packed in pairs of keys.
-struct BfloatKeys {
-    static constexpr long COUNT = 2;
-    typedef uint32_t Weight;
-    Chunk<bf16> low, high;  // channels 8 g … 8 g + 3 and 8 g + 4 … 8 g + 7
-    BfloatKeys(const bf16* const* keys, long j, long count, long c, long channels) {
-        auto read = [&](const bf16* key) __attribute__((always_inline)) {
-            return read_chunk(key + c, channels);
-        };
-        interleave(read(keys[j]), j + 1 < count ? read(keys[j + 1]) : Chunk<bf16>{}, low, high);
-    }
-    void add(ChannelSums& sums, uint32_t weight) const {
-        const Chunk<bf16> both = {u16x{} + weight};
-        sums.low = Chunk<bf16>::dot(sums.low, low, both);
-        sums.high = Chunk<bf16>::dot(sums.high, high, both);
-    }
-    static void finish(ChannelSums& sums) { join_quads(sums.low, sums.high, sums.low, sums.high); }
-};
-
-// out[r][c …] = sum over keys, ascending, of weights[r][j] * key[j][c …], over totals[r], of up to 32 channels.
-// Never inlined, and sums by name: otherwise gcc keeps them in memory.
-template <class Keys, class T, int R>
-__attribute__((noinline)) void add_channels(const typename Keys::Weight* const* weights, const T* const* keys,
-                                            long count, long c, long channels, const float* totals, T* const* out) {
-    static_assert(R == 1 || R == 4 || R == 8, "sums are named");
-    ChannelSums first, second, third, fourth, fifth, sixth, seventh, eighth;
-    for (long j = 0; j < count; j += Keys::COUNT) {
-        const Keys values(keys, j, count, c, channels);
-        const long at = j / Keys::COUNT;
-        values.add(first, weights[0][at]);
-        if (R >= 4) {
-            values.add(second, weights[1][at]), values.add(third, weights[2][at]);
-            values.add(fourth, weights[3][at]);
-        }
-        if (R >= 8) {
-            values.add(fifth, weights[4][at]), values.add(sixth, weights[5][at]);
-            values.add(seventh, weights[6][at]), values.add(eighth, weights[7][at]);
-        }
-    }
-    auto write = [&](ChannelSums& sums, int r) __attribute__((always_inline)) {
-        sums.low /= totals[r], sums.high /= totals[r];
-        Keys::finish(sums);
-        store(out[r] + c, sums.low, channels);
-        if (channels > LANES) store(out[r] + c + LANES, sums.high, channels - LANES);
-    };
-    write(first, 0);
-    if (R >= 4) write(second, 1), write(third, 2), write(fourth, 3);
-    if (R >= 8) write(fifth, 4), write(sixth, 5), write(seventh, 6), write(eighth, 7);
-}
-
-template <class Keys, class T>
-inline void add_all_channels(const typename Keys::Weight* const* weights, long heads, const T* const* keys, long count,
-                             long dim, const float* totals, T* const* out) {
-    for (long c = 0; c < dim; c += 32) {
-        const long channels = std::min(32L, dim - c);
-        long r = 0;
-        for (; r + 8 <= heads; r += 8)
-            add_channels<Keys, T, 8>(weights + r, keys, count, c, channels, totals + r, out + r);
-        for (; r + 4 <= heads; r += 4)
-            add_channels<Keys, T, 4>(weights + r, keys, count, c, channels, totals + r, out + r);
-        for (; r < heads; r++)
-            add_channels<Keys, T, 1>(weights + r, keys, count, c, channels, totals + r, out + r);
-    }
-}
-
-inline void add_values(const float* const* weights, long heads, const float* const* keys, long count, long dim,
-                       const float* totals, float* const* out) {
-    add_all_channels<FloatKeys>(weights, heads, keys, count, dim, totals, out);
-}
-
-inline void add_values(const float* const* weights, long heads, const bf16* const* keys, long count, long dim,
-                       const float* totals, bf16* const* out) {
-    const long stride = (count + 1) / 2 + LANES;
-    uint32_t* packed = PT_SCRATCH(uint32_t, heads * stride);
-    const uint32_t* pairs[HEADS_PER_PASS];
-    for (long r = 0; r < heads; r++) {
-        bf16* own = (bf16*)(packed + r * stride);
-        for (long j = 0; j < count; j += LANES) store(own + j, load(weights[r] + j, count - j));
-        if (count % 2) own[count] = bf16{0};
-        pairs[r] = packed + r * stride;
-    }
-    add_all_channels<BfloatKeys>(pairs, heads, keys, count, dim, totals, out);
 }
 
 // Some heads of one query; the result replaces the query.

@@ -99,7 +99,7 @@ inline void index_scores(const PtLayer& layer, const PtPool& pool, int64_t slot,
         float sums[4] = {};
         long head = 0;
         auto add = [&](v16 out, long heads) {
-            out = out < 0.0f ? v16{} : out;
+            out = select(out < 0.0f, v16{}, out);
             for (long r = 0; r < heads; r++)
                 for (long i = 0; i < 4; i++) sums[i] += out[4 * r + i] * weights[head + r];
             head += heads;

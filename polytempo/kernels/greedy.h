@@ -19,8 +19,8 @@ inline int64_t greedy(const T* x, long N) {
         for (long lane = N - i; lane < LANES; lane++) value[lane] = -INFINITY;  // a missing lane reads as 0
         const i16x is_higher = value > top;
         is_nan |= value != value;
-        top = is_higher ? value : top;
-        chunk_of = is_higher ? i16x{} + int32_t(i / LANES) : chunk_of;
+        top = select(is_higher, value, top);
+        chunk_of = select(is_higher, i16x{} + int32_t(i / LANES), chunk_of);
     }
     float best = -INFINITY;
     int64_t index = -1;

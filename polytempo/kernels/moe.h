@@ -10,9 +10,9 @@ constexpr long ROWS_PER_EXPERT_TASK = 32;
 // Scores sqrt(softplus(logit)), in place.
 inline void router_scores(float* logits, long count) {
     for (long i = 0; i < count; i += LANES) {
-        v16 x = load(logits + i, count - i), negative = x < 0.0f ? x : -x;
-        v16 positive = x < 0.0f ? v16{} : x;
-        store(logits + i, sqrt16(positive + log1p16(exp16(negative))), count - i);
+        v16 x = load(logits + i, count - i), negative = select(x < 0.0f, x, -x);
+        v16 positive = select(x < 0.0f, v16{}, x);
+        store(logits + i, root(positive + log1p16(exp16(negative))), count - i);
     }
 }
 
@@ -69,9 +69,9 @@ inline void swiglu(const float* gate, const float* up, long n, float limit, T* t
     const v16 high = splat(limit), low = splat(-limit);
     for (long i = 0; i < n; i += LANES) {
         v16 g = load(gate + i, n - i), u = load(up + i, n - i);
-        g = g > high ? high : g;
-        u = u > high ? high : u;
-        u = u < low ? low : u;
+        g = select(g > high, high, g);
+        u = select(u > high, high, u);
+        u = select(u < low, low, u);
         store(to + i, g * sigmoid16(g) * u, n - i);
     }
 }

@@ -11,13 +11,11 @@ namespace pt {
 constexpr int PHILOX_ROUNDS = 10;
 constexpr long GROUPS_PER_TASK = 4096;
 
-typedef uint64_t u64x16 __attribute__((vector_size(128)));
-
 // Halves of the 64-bit products of sixteen words and a constant.
 inline void multiply(u16x words, uint32_t constant, u16x& high, u16x& low) {
-    const u64x16 product = __builtin_convertvector(words, u64x16) * uint64_t(constant);
-    high = __builtin_convertvector(product >> 32, u16x);
-    low = __builtin_convertvector(product, u16x);
+    const l16x product = convert<l16x>(words) * uint64_t(constant);
+    high = convert<u16x>(product >> uint64_t(32));
+    low = convert<u16x>(product);
 }
 
 // Four words for each of sixteen counters, in place.
@@ -35,7 +33,8 @@ inline void philox(u16x counter[4], uint32_t key0, uint32_t key1) {
 // out[4 g + w] = (word w of group g + 1/2) / 2^32 of groups [first, last), exact in float64.
 inline void uniform_groups(int64_t seed, int64_t choice, int64_t position, long first, long last, double* out) {
     for (long group = first; group < last; group += LANES) {
-        const u16x own = u16x{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + uint32_t(group);
+        constexpr uint32_t COUNTING[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const u16x own = read_lanes<u16x>(COUNTING) + uint32_t(group);
         u16x words[4] = {own, u16x{} + uint32_t(position), u16x{} + uint32_t(choice), u16x{}};
         philox(words, uint32_t(seed), uint32_t(uint64_t(seed) >> 32));
         for (long i = 0; i < std::min(LANES, last - group); i++)

@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "args.h"
-#include "vector.h"
+#include "dots.h"
 
 namespace pt {
 
@@ -14,16 +14,12 @@ constexpr int64_t PLAIN = 0, FP8 = 1, FP4 = 2;  // PtMatrix::kind; kernels/struc
 constexpr long FP8_BLOCK = 128;                 // rows and columns of one scale
 constexpr long FP4_RUN = 32;                    // columns of one scale; K is a multiple
 
-typedef uint8_t b16 __attribute__((vector_size(16), may_alias));
-
 // Sixteen bytes, one per lane.
 inline u16x load_bytes(const uint8_t* from) {
 #if defined(__AVX512F__)
     return (u16x)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
 #else
-    b16 bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(bytes, u16x);
+    return convert<u16x>(read_lanes<b16>(from));
 #endif
 }
 
@@ -42,9 +38,9 @@ inline v16 decode16(u16x codes) {
     const uint32_t one = 1u << 23, rebias = uint32_t(127 - BIAS) << 23, smallest_normal = uint32_t(128 - BIAS) << 23;
     u16x magnitude = codes & ((1u << SIGN) - 1), bits = (magnitude << (23 - MANTISSA)) + rebias;
     // Without an exponent the mantissa has no leading one: read it with one, and take that away again.
-    v16 subnormal = (v16)(bits + one) - (v16)(u16x{} + smallest_normal);
-    bits = magnitude < (1u << MANTISSA) ? (u16x)subnormal : bits;
-    return (v16)(bits | (codes >> SIGN) << 31);
+    v16 subnormal = cast<v16>(bits + one) - cast<v16>(u16x{} + smallest_normal);
+    bits = select(magnitude < (1u << MANTISSA), cast<u16x>(subnormal), bits);
+    return cast<v16>(bits | (codes >> SIGN) << 31);
 }
 
 // A run of FP4_RUN columns: two codes per byte, the even column in the low nibble.
