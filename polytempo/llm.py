@@ -21,9 +21,10 @@ from polytempo.engine.noise import resolve_seed
 from polytempo.engine.outputs import request_output
 from polytempo.engine.row import Request, Row
 from polytempo.engine.text import OutputText
-from polytempo.engine_config import EngineConfig
+from polytempo.engine_config import TRITON, EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.model.deepseek_v4 import DeepseekV4
+from polytempo.model.ops import require_triton
 from polytempo.prompts import Prompt, listed_prompts, need_tokenizer, parse_prompt, spread_params
 from polytempo.tokenizer import Tokenizer
 from polytempo.types import RequestOutput, SamplingParams
@@ -46,7 +47,8 @@ class LLM:
 
     Raises:
         CheckpointError: the checkpoint is broken; the message names file and tensor.
-        ConfigError: an option is unknown (the nearest is suggested) or out of range, or the device cannot be used.
+        ConfigError: an option is unknown (the nearest is suggested) or out of range, or the device, or the kernels on
+            it, cannot be used.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class LLM:
                 f"option 'kernels' is 'native', but option 'device' is {str(device)!r}, and the C++ kernels run on the "
                 "CPU; use kernels='auto' or 'torch'"
             )
+        if config.kernels == TRITON:
+            require_triton(device)
         path = DEMO_MODEL if model is None else Path(model)
         must_speculate = config.speculate == "mtp"
         loaded_model, self.checkpoint = load_model(path, dtype, device, must_speculate, progress, weights)

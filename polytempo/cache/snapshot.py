@@ -8,7 +8,7 @@ known. Entries are kept once per span, so that boundaries of one prompt share th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ from polytempo.device import upload
 
 SPAN = 128
 """Tokens between boundaries: the largest ratio, so that no entry is unfinished at one."""
+EntryPlaces = tuple[Tensor, Tensor]
+"""Blocks of some entries, and their columns in these; layers of one ratio share a row's blocks."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,14 @@ def take_snapshot(store: RowStore, slot: int, boundary: int, streams: Tensor) ->
     Returns:
         The snapshot; it shares no memory with the store.
     """
-    layers = (*store.layers, *store.mtp)
-    return Snapshot(tuple(_layer_snapshot(store, layer, slot, boundary) for layer in layers), streams[None].clone())
+    places = _entry_places(store, slot, boundary - SPAN, boundary)
+    layers = [_layer_snapshot(store, layer, slot, boundary, places) for layer in (*store.layers, *store.mtp)]
+    return Snapshot(tuple(layers), streams[None].clone())
 
 
-def _layer_snapshot(store: RowStore, layer: LayerState, slot: int, boundary: int) -> LayerSnapshot:
+def _layer_snapshot(
+    store: RowStore, layer: LayerState, slot: int, boundary: int, places: Mapping[int, EntryPlaces]
+) -> LayerSnapshot:
     oldest = max(0, boundary - store.target_windows.window + 1)
     window = layer.window[slot, _ring_cells(oldest, boundary, layer.window)]
     inputs: list[Tensor] = []
@@ -85,7 +90,7 @@ def _layer_snapshot(store: RowStore, layer: LayerState, slot: int, boundary: int
         if ratio == OVERLAP_RATIO:
             cells = _ring_cells(boundary - ratio, boundary, state.kv)
             inputs += [state.kv[slot, cells], state.gate[slot, cells]]
-        entries.append(state.entries[_entry_places(store, slot, ratio, (boundary - SPAN) // ratio, boundary // ratio)])
+        entries.append(state.entries[places[ratio]])
     return LayerSnapshot(window, tuple(inputs), tuple(entries))
 
 
@@ -104,24 +109,27 @@ def restore_snapshot(store: RowStore, slot: int, chain: Sequence[Snapshot]) -> N
     boundary = len(chain) * SPAN
     store.pool.reserve(slot, boundary)
     store.fit()
-    for place, layer in enumerate((*store.layers, *store.mtp)):
-        last = chain[-1].layers[place]
+    places = _entry_places(store, slot, 0, boundary)
+    for layer_idx, layer in enumerate((*store.layers, *store.mtp)):
+        last = chain[-1].layers[layer_idx]
         layer.window[slot, _ring_cells(boundary - last.window.shape[0], boundary, layer.window)] = last.window
         ratio = layer.shape.ratio
         for number, state in enumerate(layer.pooled):
             if ratio == OVERLAP_RATIO:
                 cells = _ring_cells(boundary - ratio, boundary, state.kv)
                 state.kv[slot, cells], state.gate[slot, cells] = last.inputs[2 * number : 2 * number + 2]
-            entries = torch.cat([snapshot.layers[place].entries[number] for snapshot in chain])
-            state.entries[_entry_places(store, slot, ratio, 0, boundary // ratio)] = entries
+            entries = torch.cat([snapshot.layers[layer_idx].entries[number] for snapshot in chain])
+            state.entries[places[ratio]] = entries
 
 
 def _ring_cells(start: int, end: int, ring: Tensor) -> Tensor:
     return torch.arange(start, end, device=ring.device) % ring.shape[1]
 
 
-def _entry_places(store: RowStore, slot: int, ratio: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Blocks of a slot's entries start … end − 1, and their columns in these."""
-    entry_ids = np.arange(start, end)
-    blocks = store.pool.ratios[ratio].table[slot][entry_ids // BLOCK]
-    return tuple(upload([blocks, entry_ids % BLOCK], store.device))
+def _entry_places(store: RowStore, slot: int, start: int, end: int) -> dict[int, EntryPlaces]:
+    """By ratio, one upload each: where a slot's entries of positions start … end − 1 lie in every layer."""
+    places = {}
+    for ratio, pool in store.pool.ratios.items():
+        entry_ids = np.arange(start // ratio, end // ratio)
+        places[ratio] = tuple(upload([pool.table[slot][entry_ids // BLOCK], entry_ids % BLOCK], store.device))
+    return places

@@ -60,6 +60,26 @@ def choice_tiles(expert_ids: Tensor, num_experts: int, block: int) -> ChoiceTile
     return ChoiceTiles(order, ends, experts, firsts)
 
 
+@triton.jit
+def tile_choices(order, ends, expert, tile_firsts, tile, BLOCK_M: tl.constexpr):
+    """The choices of a tile that is not past the last.
+
+    Args:
+        order: of ChoiceTiles.
+        ends: of ChoiceTiles.
+        expert: the tile's.
+        tile_firsts: of ChoiceTiles.
+        tile: which one.
+        BLOCK_M: choices per tile.
+
+    Returns:
+        [BLOCK_M] each: places in `order`, which of them are the tile's own, and their choices, 0 where they are not.
+    """
+    places = tl.load(tile_firsts + tile) + tl.arange(0, BLOCK_M)
+    is_own = places < tl.load(ends + expert)
+    return places, is_own, tl.load(order + places, mask=is_own, other=0)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def gate_up_kernel(
     x, w13, hidden, order, ends, tile_experts, tile_firsts, num_tiles, num_experts, top_k, width, inner, limit,
@@ -70,12 +90,10 @@ def gate_up_kernel(
     expert = tl.load(tile_experts + tile)
     if expert >= num_experts:
         return
-    places = tl.load(tile_firsts + tile) + tl.arange(0, BLOCK_M)
-    is_own = places < tl.load(ends + expert)
-    tokens = tl.load(order + places, mask=is_own, other=0) // top_k
+    places, is_own, choices = tile_choices(order, ends, expert, tile_firsts, tile, BLOCK_M)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     gate_columns = w13 + (expert * 2 * inner + columns) * width
-    rows, in_width = x + tokens * width, columns < inner
+    rows, in_width = x + choices // top_k * width, columns < inner
     gate = tile_product(rows, is_own, 1, gate_columns, in_width, 1, width, BLOCK_M, BLOCK_N, BLOCK_K)
     up = tile_product(
         rows, is_own, 1, gate_columns + inner * width, in_width, 1, width, BLOCK_M, BLOCK_N, BLOCK_K
@@ -101,9 +119,7 @@ def down_kernel(
     expert = tl.load(tile_experts + tile)
     if expert >= num_experts:
         return
-    places = tl.load(tile_firsts + tile) + tl.arange(0, BLOCK_M)
-    is_own = places < tl.load(ends + expert)
-    choices = tl.load(order + places, mask=is_own, other=0)
+    places, is_own, choices = tile_choices(order, ends, expert, tile_firsts, tile, BLOCK_M)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tile_product(
         hidden + places * inner, is_own, 1, w2 + (expert * width + columns) * inner, columns < width, 1, inner,

@@ -86,6 +86,8 @@ class Experts(nn.Module):
 
     def _outputs(self, x: Tensor, expert_ids: Tensor) -> Tensor:
         """[T, top_k, D]: tokens are sorted by expert, and each chosen expert runs once over its own tokens."""
+        if not len(x):
+            return x.new_empty(*expert_ids.shape, x.shape[1])
         order = expert_ids.flatten().argsort(stable=True)
         counts = expert_ids.flatten().bincount(minlength=len(self.w13)).tolist()
         groups = x[order // expert_ids.shape[1]].split(counts)

@@ -104,10 +104,17 @@ def test_the_mtp_block_never_makes_the_host_wait():
 def test_snapshots_and_forks_index_on_the_device():
     with fake_cuda():
         rows = FakeRows()
+        num_ratios = len(rows.store.pool.ratios)
+        assert sum(len(layer.pooled) for layer in (*rows.store.layers, *rows.store.mtp)) > num_ratios == 2
         with Refusals():
             streams = rows.target(prompt(0, 0, 2 * SPAN + 5))
+        with Refusals() as refusals:
             chain = [take_snapshot(rows.store, 0, boundary, streams[boundary - 1]) for boundary in (SPAN, 2 * SPAN)]
+        assert refusals.num_uploads == len(chain) * num_ratios, "where entries lie, by ratio"
+        with Refusals() as refusals:
             restore_snapshot(rows.store, 1, chain)
+        assert refusals.num_uploads == 2 * num_ratios, "new blocks, and where entries lie, by ratio"
+        with Refusals():
             paste_slot(rows.store, 2, copy_slot(rows.store, 0, 2 * SPAN + 5))
             rows.store.clear(0)
         tensors = [tensor for layer in chain[0].layers for tensor in (layer.window, *layer.inputs, *layer.entries)]

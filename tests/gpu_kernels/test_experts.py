@@ -150,10 +150,13 @@ def test_packed_experts_take_the_torch_form():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_no_tokens():
-    w13, w2 = weights(torch.float32)
-    found = gpu.expert_outputs(randn(0, WIDTH), torch.zeros(0, 3, dtype=torch.int64, device=DEVICE), w13, w2, LIMIT)
-    assert found.shape == (0, 3, WIDTH)
+@each_dtype
+def test_no_tokens(dtype):
+    module, x = module_of(dtype), randn(0, WIDTH, dtype=dtype)
+    expert_ids = torch.zeros(0, 3, dtype=torch.int64, device=DEVICE)
+    by_choice = gpu.expert_outputs(x, expert_ids, module.w13, module.w2, LIMIT)
+    assert by_choice.shape == (0, 3, WIDTH) and by_choice.dtype == dtype
+    assert module(x, expert_ids, randn(0, 3)).shape == (0, WIDTH)
 
 
 @pytest.mark.parametrize("name", CHOICES)

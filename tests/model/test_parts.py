@@ -10,7 +10,7 @@ from support import TINY, Harness, random_ids, random_model
 from polytempo.cache.layout import Segment
 from polytempo.model.compressor import choose_entries
 from polytempo.model.hyper import collapse, expand
-from polytempo.model.moe import Gate
+from polytempo.model.moe import Experts, Gate
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -96,6 +96,15 @@ def test_clamps_of_routed_and_shared_experts(model):
         w1, w3 = ffn.experts.w13[expert].chunk(2)
         expected = expected + shares[:, choice : choice + 1] * direct_expert(x, w1, ffn.experts.w2[expert], w3)
     np.testing.assert_allclose(ffn.experts(x, expert_ids, shares), expected, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_no_tokens(dtype):
+    experts = Experts(TINY, dtype, "cpu")
+    x, expert_ids = torch.empty(0, TINY.hidden_size, dtype=dtype), torch.empty(0, 3, dtype=torch.int64)
+    by_choice = experts._outputs(x, expert_ids)
+    assert by_choice.shape == (0, 3, TINY.hidden_size) and by_choice.dtype == dtype
+    assert experts(x, expert_ids, torch.empty(0, 3)).shape == (0, TINY.hidden_size)
 
 
 def direct_scores(gate: Gate, x: torch.Tensor) -> torch.Tensor:

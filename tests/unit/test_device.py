@@ -19,6 +19,7 @@ from polytempo.device import require_room, resolve_device, to_device, upload
 from polytempo.engine import step_clock
 from polytempo.errors import ConfigError
 from polytempo.llm import DEMO_MODEL, LLM
+from polytempo.model import ops
 
 
 def machine(monkeypatch, num_devices: int, cuda: str | None = "12.8") -> None:
@@ -28,6 +29,15 @@ def machine(monkeypatch, num_devices: int, cuda: str | None = "12.8") -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def load_nothing(monkeypatch) -> None:
+    """Fail if a model is read."""
+
+    def refuse(*args):
+        raise AssertionError("a model was read before the device was checked")
+
+    monkeypatch.setattr(llm_module, "load_model", refuse)
 
 
 @pytest.mark.parametrize("num_devices, name, expected", [
@@ -70,14 +80,13 @@ def test_a_torch_without_cuda_says_so(monkeypatch):
     ({"device": "cuda:9"}, "there is only 'cuda:0'"),
     ({"device": "cdua"}, "did you mean 'cuda'"),
     ({"device": "cuda", "kernels": "native"}, "the C\\+\\+ kernels run on the CPU; use kernels='auto' or 'torch'"),
+    ({"kernels": "triton"}, "^option 'kernels' is 'triton', but the model is on cpu; .* run on a GPU; use 'auto' or"),
+    ({"device": "cuda", "kernels": "triton"}, "^option 'kernels' is 'triton', but Triton is away; use 'auto' or"),
 ])  # fmt: skip
 def test_nothing_is_read_before_the_device_is_known_to_work(monkeypatch, options, message):
     machine(monkeypatch, 1)
-
-    def refuse(*args):
-        raise AssertionError("a model was read before the device was checked")
-
-    monkeypatch.setattr(llm_module, "load_model", refuse)
+    monkeypatch.setattr(ops, "missing_triton", lambda: "Triton is away")
+    load_nothing(monkeypatch)
     with pytest.raises(ConfigError, match=message):
         LLM(**options)
 
@@ -219,6 +228,14 @@ def test_every_command_that_runs_a_model_takes_the_device(name):
         pytest.skip("this machine has a cuda:63")
     result = CliRunner().invoke(cli, [*name.split(), "--device", "cuda:63", *COMMANDS[name]])
     assert result.exit_code == 2 and result.stderr.count("Error: option 'device' is 'cuda:63', but") == 1, result.output
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"demo"}))  # which has no --kernels
+def test_every_command_refuses_triton_on_the_cpu_before_it_loads(name, monkeypatch):
+    load_nothing(monkeypatch)
+    result = CliRunner().invoke(cli, [*name.split(), "--kernels", "triton", *COMMANDS[name]])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("Error: option 'kernels' is 'triton', but the model is on cpu") == 1, result.output
 
 
 def test_invariance_probes_where_it_is_told_to(monkeypatch, capsys):
