@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    base = LLM(progress=False)
+    base = LLM(progress=False, weights="expanded")
     found = {rows: round(ratio(base, int(rows)), 2) for rows in options.rows.split(",")}
     committed = json.loads(COMMITTED.read_text())["ratios"] if COMMITTED.exists() else {}
     for rows, value in found.items():

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from polytempo import LLM, SamplingParams
 from polytempo.bench.workload import prompts
+from polytempo.checkpoint.load import WEIGHTS
 from polytempo.engine.row import Row
 from polytempo.llm import DEMO_MODEL
 
@@ -96,12 +97,14 @@ def main() -> None:
     parser.add_argument("--draft-lens", default="0,1,2,3,auto", help="the first is what the others are compared with")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=8, help="batches per size, of different prompts")
+    parser.add_argument("--weights", choices=WEIGHTS, default="auto")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     parser.add_argument("--out", type=Path, help="write results as JSON")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    base, modes, results = LLM(options.model, progress=False), options.draft_lens.split(","), []
+    base = LLM(options.model, weights=options.weights, progress=False)
+    modes, results = options.draft_lens.split(","), []
     batches = [int(batch) for batch in options.batches.split(",")]
     bar = tqdm(total=len(batches) * options.repeat, unit="batch", disable=None)
     for batch in batches:

@@ -21,7 +21,7 @@ from polytempo.engine.noise import resolve_seed
 from polytempo.engine.outputs import request_output
 from polytempo.engine.row import Request, Row
 from polytempo.engine.text import OutputText
-from polytempo.engine_config import TRITON, EngineConfig
+from polytempo.engine_config import TORCH, TRITON, EngineConfig
 from polytempo.errors import ConfigError, RequestError
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.ops import require_triton
@@ -42,7 +42,8 @@ class LLM:
         device: where weights and state live: "cpu", "cuda", "cuda:1", or "auto", which is "cuda" where there is one.
         tokenizer: directory with tokenizer.json if it is not the model's own; False for none.
         progress: show a bar while loading.
-        weights: "expanded" to `dtype`, or "packed", as the checkpoint stores them; see `load_model`.
+        weights: "expanded" to `dtype`, "packed", as the checkpoint stores them, or "auto", the faster of both where the
+            engine runs in C++ kernels; see `load_model`. Tokens are the same.
         **options: the fields of `EngineConfig`: max_rows, max_model_len, memory, speculate, draft_len, kernels, …
 
     Raises:
@@ -58,7 +59,7 @@ class LLM:
         device: str | torch.device = "cpu",
         tokenizer: str | Path | bool | None = None,
         progress: bool = True,
-        weights: str = "expanded",
+        weights: str = "auto",
         **options: Any,
     ) -> None:
         # Refuses before a model is read.
@@ -70,6 +71,8 @@ class LLM:
             )
         if config.kernels == TRITON:
             require_triton(device)
+        if weights == "auto" and (config.kernels in (TORCH, TRITON) or config.kv_layout != "ring"):
+            weights = "expanded"  # C++ kernels will not run, and torch would expand packed ones at every use
         path = DEMO_MODEL if model is None else Path(model)
         must_speculate = config.speculate == "mtp"
         loaded_model, self.checkpoint = load_model(path, dtype, device, must_speculate, progress, weights)

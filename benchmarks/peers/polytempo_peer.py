@@ -52,7 +52,7 @@ def prefill(base: LLM, length: int) -> float:
 def main() -> None:
     """Command line."""
     work = read_work(__doc__)
-    weights = "packed" if work.mode == "packed" else "expanded"
+    weights = "expanded" if work.mode == "none" else "packed"
     base = LLM(
         work.checkpoint, work.dtype, tokenizer=False, weights=weights, max_rows=1, max_model_len=64, progress=False
     )

@@ -42,7 +42,7 @@ class Engine:
         script: in this directory.
         form: of the checkpoint, below DIR.
         dtypes: those that it is asked for.
-        modes: "auto" drafts, "packed" keeps weights as the checkpoint stores them.
+        modes: "none" expands weights; "packed" keeps them as the checkpoint stores them, "auto" does and drafts.
         can_limit: whether it lives with a limit on its memory.
         start_s: seconds that it may take before the time limit of its first figure begins; it compiles.
     """

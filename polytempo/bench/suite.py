@@ -34,7 +34,7 @@ class Suite:
     threads: Sequence[int] = ()
     seed: int = 0
     kernels: str = "auto"
-    weights: str = "expanded"
+    weights: str = "auto"
     device: str = "cpu"
 
     def modes(self) -> list[Mode]:
@@ -85,7 +85,8 @@ def run_suite(suite: Suite) -> list[Measurement]:
 
 def _load(suite: Suite, dtype: str) -> LLM:
     """The weights in a dtype, in an LLM whose kernels are named so that they are refused before a file is read."""
-    return LLM(suite.model_dir, dtype, suite.device, weights=suite.weights, kernels=suite.kernels)
+    layout = "ring" if set(suite.kv_layouts) == {"ring"} else "left_aligned"
+    return LLM(suite.model_dir, dtype, suite.device, weights=suite.weights, kernels=suite.kernels, kv_layout=layout)
 
 
 def _measure_batch(suite: Suite, base: LLM, batch: int, bar: tqdm) -> Iterator[Measurement]:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from polytempo.checkpoint.headers import TensorEntry
 from polytempo.checkpoint.names import Storage
-from polytempo.checkpoint.packed import RawReader, build_packed, may_overflow, place, require_packed
+from polytempo.checkpoint.packed import RawReader, build_packed, may_overflow, place, prefers_packed, require_packed
 from polytempo.checkpoint.quant import FP8_BLOCK, dequantise_fp4, dequantise_fp8
 from polytempo.checkpoint.reader import Checkpoint, CheckpointReport, LoadItem, read_checkpoint
 from polytempo.config import ModelConfig
@@ -23,7 +23,7 @@ from polytempo.device import require_room, resolve_device
 from polytempo.errors import CheckpointError, ConfigError, unknown_option
 from polytempo.model.deepseek_v4 import DeepseekV4
 
-WEIGHTS = ("expanded", "packed")
+WEIGHTS = ("auto", "expanded", "packed")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAN_SCALE = 0xFF
 _BAND_ELEMENTS = 2**20
@@ -35,7 +35,7 @@ def load_model(
     device: torch.device | str = "cpu",
     require_mtp: bool = False,
     progress: bool = True,
-    weights: str = WEIGHTS[0],
+    weights: str = "expanded",
 ) -> tuple[DeepseekV4, CheckpointReport]:
     """Load a model in either form of checkpoint.
 
@@ -51,7 +51,8 @@ def load_model(
         progress: show a bar on stderr if that is a terminal.
         weights: "expanded" turns quantised weights into `dtype`; "packed" leaves them as the checkpoint stores them,
             and they are expanded where they are used, to the same numbers. Memory then peaks at the bytes of the
-            checkpoint plus the largest tensor that is not quantised.
+            checkpoint plus the largest tensor that is not quantised. "auto" is "packed" where the C++ kernels can be
+            built and decode packed weights as fast as they read others, and something is quantised; else "expanded".
 
     Returns:
         The model, in eval mode and without gradients, and what the checkpoint held.
@@ -66,7 +67,7 @@ def load_model(
     device = resolve_device(device)
     checkpoint = read_checkpoint(path, require_mtp)
     model_dtype = resolve_dtype(dtype, checkpoint.config)
-    is_packed = weights == "packed"
+    is_packed = weights == "packed" or (weights == "auto" and prefers_packed(checkpoint, device))
     remedy = "use another device" if is_packed else "quantised ones take no more than their files with weights='packed'"
     require_room(device, _memory_of(checkpoint, model_dtype, is_packed), "weights", remedy)
     if is_packed:

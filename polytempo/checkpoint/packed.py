@@ -18,6 +18,7 @@ from polytempo.checkpoint.headers import TensorEntry
 from polytempo.checkpoint.quant import dequantise_fp4, dequantise_fp8, fp4_scale_shape, fp8_scale_shape
 from polytempo.checkpoint.reader import Checkpoint
 from polytempo.errors import CheckpointError, ConfigError
+from polytempo.kernels.build import load_or_note
 from polytempo.kernels.structs import FP4, FP8
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.packed import Packed, PackedLinear
@@ -46,14 +47,39 @@ def require_packed(checkpoint: Checkpoint) -> None:
             f"option 'weights' is 'packed', but {checkpoint.path} holds no quantised weight ({kinds}); use 'expanded', "
             "which takes no more memory, or `polytempo export --to official --quantise fp8-fp4` first"
         )
+    if unlike := _stored_unlike(checkpoint):
+        item, other = unlike
+        raise CheckpointError(
+            f"{item.weight.file}: tensor {item.weight.name!r} is {item.weight.dtype}, but {other.weight.name!r} is "
+            f"{other.weight.dtype}; weights='packed' needs all experts of a block stored alike, use 'expanded'"
+        )
+
+
+def prefers_packed(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether a model of this checkpoint runs at least as fast here if its weights stay packed.
+
+    Args:
+        checkpoint: its headers.
+        device: where the model goes.
+
+    Returns:
+        True if something is quantised that `require_packed` lets pass, and the C++ kernels, which are built if they
+        are not yet, read packed weights in place (docs/kernels.md has the measurements).
+    """
+    if device.type != "cpu" or not any(item.scale for item in checkpoint.items) or _stored_unlike(checkpoint):
+        return False
+    library = load_or_note()
+    return library is not None and bool(library.pt_reads_packed())
+
+
+def _stored_unlike(checkpoint: Checkpoint) -> tuple[LoadItem, LoadItem] | None:
+    """Two experts of a block that are stored in different formats, if there are any."""
     first: dict[str, LoadItem] = {}
     for item in checkpoint.items:
         other = first.setdefault(item.spec.key, item)
         if _stored_as(item) != _stored_as(other):
-            raise CheckpointError(
-                f"{item.weight.file}: tensor {item.weight.name!r} is {item.weight.dtype}, but {other.weight.name!r} is "
-                f"{other.weight.dtype}; weights='packed' needs all experts of a block stored alike, use 'expanded'"
-            )
+            return item, other
+    return None
 
 
 def _stored_as(item: LoadItem) -> str:

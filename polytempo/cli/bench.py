@@ -88,7 +88,7 @@ class _Rates(click.ParamType):
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Runs; the median counts.")
 @click.option("--threads", default="", type=_List(), help="Torch threads [default: as torch chooses].")
 @click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="Who computes.")
-@click.option("--weights", type=click.Choice(WEIGHTS), default="expanded", show_default=True, help="In memory.")
+@click.option("--weights", type=click.Choice(WEIGHTS), default="auto", show_default=True, help="As for generate.")
 @click.option("--seed", default=0, show_default=True, help="Which prompts.")
 @click.option("--profile", "is_profile", is_flag=True, help="Show where a step's time goes instead.")
 @click.option("--server", metavar="URL", help="Measure a running server instead: latencies as clients see them.")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 DTYPES = ("auto", "float32", "bfloat16")
-WEIGHTS = ("expanded", "packed")
+WEIGHTS = ("auto", "expanded", "packed")
 ENGINE_OPTIONS = (
     "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
     "memory", "prefix_cache", "queue_limit", "mixed_prompt_tokens", "kernels",
@@ -102,7 +102,7 @@ def model_options(engine: bool = True, rows: bool = True) -> Callable[[Command],
             click.option(
                 "--weights",
                 type=click.Choice(WEIGHTS),
-                help="Expand quantised weights to --dtype, or keep them as stored [default: expanded].",
+                help="Expand quantised weights to --dtype, keep them as stored, or what is faster [default: auto].",
             ),
             click.option(
                 "--kernels",

@@ -225,6 +225,9 @@ PT_EXPORT int64_t pt_struct_size(int64_t index) {
     return index < int64_t(sizeof all / sizeof *all) ? all[index] : 0;
 }
 
+// Whether dot products read packed weights as they are stored, so that these are no slower than others.
+PT_EXPORT int64_t pt_reads_packed() { return pt::CAN_READ_STORED<pt::bf16>; }
+
 // What this file was built for.
 PT_EXPORT const char* pt_instructions() {
 #if defined(__AVX512BF16__)
