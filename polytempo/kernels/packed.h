@@ -7,6 +7,9 @@
 
 #include "args.h"
 #include "vector.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace pt {
 
@@ -80,11 +83,70 @@ inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
 }
 #endif
 
-#if defined(__AVX512VBMI__)
-// In bfloat16 both formats are looked up: for every scale the sixteen values of fp4, and the 128 of fp8 without a sign.
+#if defined(__AVX512BW__) || defined(__AVX2__)
+// A register of bytes, and what GNU vectors cannot say of it. Looking up and interleaving work within 128 bits.
+#if defined(__AVX512BW__)
+typedef uint8_t Bytes __attribute__((vector_size(64), may_alias));
+
+inline Bytes load_codes(const uint8_t* from, long count) {
+    return (Bytes)_mm512_maskz_loadu_epi8(count < 64 ? (1ull << count) - 1 : ~0ull, from);
+}
+inline Bytes repeat16(const uint8_t* from) {
+    return (Bytes)_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)from));
+}
+inline Bytes look_up(Bytes table, Bytes places) {
+    return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)places);
+}
+inline Bytes interleave_first(Bytes a, Bytes b) { return (Bytes)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
+inline Bytes interleave_last(Bytes a, Bytes b) { return (Bytes)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
+// The first half to the lower halves of every 128 bits, so that interleaving leaves the columns in order.
+inline Bytes deal(Bytes codes) {
+    return (Bytes)_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), (__m512i)codes);
+}
+#else
+typedef uint8_t Bytes __attribute__((vector_size(32), may_alias));
+
+inline Bytes load_codes(const uint8_t* from, long count) {
+    Bytes codes = {};
+    memcpy(&codes, from, sizeof codes < count ? sizeof codes : count);
+    return codes;
+}
+inline Bytes repeat16(const uint8_t* from) {
+    return (Bytes)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
+}
+inline Bytes look_up(Bytes table, Bytes places) {
+    return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)places);
+}
+inline Bytes interleave_first(Bytes a, Bytes b) { return (Bytes)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
+inline Bytes interleave_last(Bytes a, Bytes b) { return (Bytes)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
+inline Bytes deal(Bytes codes) { return (Bytes)_mm256_permute4x64_epi64((__m256i)codes, 0xd8); }
+#endif
+
+// As many bfloat16 values as a register has bytes.
+struct Bf16Values {
+    Bytes first, second;
+};
+
+inline Bf16Values interleave(Bytes low, Bytes high) {
+    return {interleave_first(low, high), interleave_last(low, high)};
+}
+
+// The exponent of a regular fp8 scale moves that of every code that has one; no product overflows or is subnormal.
+constexpr bool is_regular(uint8_t scale) { return scale >= 10 && scale <= 246; }
+
+// In bfloat16 what a scale makes of codes is looked up: of fp4 all sixteen values, and of fp8 the 128 without a sign, or
+// (without VBMI) the eight without an exponent.
 struct Bf16Tables {
+#if defined(__AVX512BW__)
     alignas(64) uint16_t fp4[256][16];
+#else
+    alignas(64) uint8_t fp4[256][2][16];  // low bytes, high bytes
+#endif
+#if defined(__AVX512VBMI__)
     alignas(64) uint8_t fp8[256][2][128];  // low bytes, high bytes
+#else
+    alignas(64) uint8_t fp8[256][2][16];  // the same; only eight are used
+#endif
 
     Bf16Tables() {
         uint8_t codes[128], pairs[FP4_RUN / 2] = {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe};
@@ -92,28 +154,46 @@ struct Bf16Tables {
         bf16 values[128];
         for (int scale = 0; scale < 256; scale++) {
             expand_run<bf16>(pairs, scale, values);
+#if defined(__AVX512BW__)
             memcpy(fp4[scale], values, sizeof fp4[scale]);
+#else
+            for (int i = 0; i < 16; i++) fp4[scale][0][i] = values[i].bits, fp4[scale][1][i] = values[i].bits >> 8;
+#endif
             expand_block<bf16>(codes, scale, 128, values);
-            for (int i = 0; i < 128; i++) {
-                fp8[scale][0][i] = values[i].bits & 255;
-                fp8[scale][1][i] = values[i].bits >> 8;
-            }
+#if defined(__AVX512VBMI__)
+            for (int i = 0; i < 128; i++) fp8[scale][0][i] = values[i].bits, fp8[scale][1][i] = values[i].bits >> 8;
+#else
+            for (int i = 0; i < 16; i++) fp8[scale][0][i] = values[i].bits, fp8[scale][1][i] = values[i].bits >> 8;
+#endif
         }
     }
 };
 
 inline const Bf16Tables bf16_tables;
 
-// A run of fp4 values: one word per code, of whose bits 0 to 3 are its own. Bit 4 is the next one's, so the table is
-// there twice.
+// A run of fp4 values.
+#if defined(__AVX512BW__)
 inline Chunk<bf16> decode_run(const uint8_t* codes, uint8_t scale) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)bf16_tables.fp4[scale]));
-    const __m512i quads = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i*)codes));
-    const __m512i indices = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x000c000800040000), quads);
-    return {(u16x)_mm512_permutexvar_epi16(indices, table)};
+    // One word per code, of whose bits 0 to 3 are its own. Bit 4 may be another's, so the table is there twice.
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+    return {(u16x)_mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), table)};
 }
+#else
+inline Bf16Values decode_run(const uint8_t* codes, uint8_t scale) {
+    // Each byte twice, in the order that interleaving wants; then its low nibble, and its high one.
+    const Bytes twice = {0, 0, 1, 1, 2, 2, 3, 3, 8,  8,  9,  9,  10, 10, 11, 11,
+                         4, 4, 5, 5, 6, 6, 7, 7, 12, 12, 13, 13, 14, 14, 15, 15};
+    const __m256i bytes = (__m256i)look_up(repeat16(codes), twice), nibble = _mm256_set1_epi8(15);
+    const __m256i even = _mm256_and_si256(bytes, nibble), odd = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
+    const Bytes places = (Bytes)_mm256_blendv_epi8(even, odd, _mm256_set1_epi16((short)0xff00));
+    const uint8_t(*tables)[16] = bf16_tables.fp4[scale];
+    return interleave(look_up(repeat16(tables[0]), places), look_up(repeat16(tables[1]), places));
+}
+#endif
 
-// Sixty-four fp8 values at a time, all of one scale.
+// A register of fp8 codes at a time, all of one scale.
+#if defined(__AVX512VBMI__)
 struct Fp8Decoder {
     __m512i low_first, low_last, high_first, high_last;
 
@@ -123,35 +203,83 @@ struct Fp8Decoder {
         high_first = _mm512_load_si512(tables[1]), high_last = _mm512_load_si512(tables[1] + 64);
     }
 
-    struct Values {
-        Chunk<bf16> first, second;
-    };
-    Values decode(__m512i codes) const {
-        // Interleaving works within 128 bits: the first 32 columns go to the lower halves of these.
-        codes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
-        const __m512i low = _mm512_permutex2var_epi8(low_first, codes, low_last);
-        const __m512i unsigned_high = _mm512_permutex2var_epi8(high_first, codes, high_last);
-        // 0xf8: unsigned_high | codes & the sign.
-        const __m512i high = _mm512_ternarylogic_epi32(unsigned_high, codes, _mm512_set1_epi8(-128), 0xf8);
-        return {{(u16x)_mm512_unpacklo_epi8(low, high)}, {(u16x)_mm512_unpackhi_epi8(low, high)}};
+    Bf16Values decode(Bytes codes) const {
+        const __m512i places = (__m512i)deal(codes);
+        const __m512i low = _mm512_permutex2var_epi8(low_first, places, low_last);
+        const __m512i unsigned_high = _mm512_permutex2var_epi8(high_first, places, high_last);
+        // 0xf8: unsigned_high | places & the sign.
+        const __m512i high = _mm512_ternarylogic_epi32(unsigned_high, places, _mm512_set1_epi8(-128), 0xf8);
+        return interleave((Bytes)low, (Bytes)high);
     }
 };
+#else
+struct Fp8Decoder {
+    Bytes low_bytes, high_bytes;  // of the codes without an exponent
+    uint8_t scale;
+
+    explicit Fp8Decoder(uint8_t scale)
+        : low_bytes(repeat16(bf16_tables.fp8[scale][0])), high_bytes(repeat16(bf16_tables.fp8[scale][1])), scale(scale) {}
+
+    Bf16Values decode(Bytes codes) const {
+        if (__builtin_expect(!is_regular(scale), 0)) return decode_plain(codes);
+        codes = deal(codes);
+        // The lowest bit of the move joins the code, so that a carry goes where it belongs.
+        const uint8_t move = scale - 7;
+        const Bytes magnitude = codes & 0x7f, moved = magnitude + uint8_t(move % 2 * 8);
+        const auto is_subnormal = magnitude < 8;
+        const Bytes low = is_subnormal ? look_up(low_bytes, magnitude) : moved << 4;
+        const Bytes high = is_subnormal ? look_up(high_bytes, magnitude) : (moved >> 4) + uint8_t(move / 2);
+        return interleave(low, high | (codes & 0x80));
+    }
+
+    __attribute__((noinline, cold)) Bf16Values decode_plain(Bytes codes) const {
+        uint8_t from[sizeof codes];
+        memcpy(from, &codes, sizeof codes);
+        bf16 to[sizeof codes];
+        expand_block<bf16>(from, scale, sizeof codes, to);
+        Bf16Values values;
+        memcpy(&values, to, sizeof values);
+        return values;
+    }
+};
+#endif
 
 inline void expand_run(const uint8_t* codes, uint8_t scale, bf16* to) {
-    const Chunk<bf16> run = decode_run(codes, scale);
+    const auto run = decode_run(codes, scale);
     memcpy(to, &run, sizeof run);
 }
 
 inline void expand_block(const uint8_t* codes, uint8_t scale, long count, bf16* to) {
+    constexpr long WIDTH = sizeof(Bytes);
     const Fp8Decoder decoder(scale);
-    for (long i = 0; i < count; i += 64) {
-        const __mmask64 present = count - i < 64 ? (1ull << (count - i)) - 1 : ~0ull;
-        const Fp8Decoder::Values values = decoder.decode(_mm512_maskz_loadu_epi8(present, codes + i));
-        _mm512_mask_storeu_epi16(to + i, (__mmask32)present, (__m512i)values.first.value);
-        _mm512_mask_storeu_epi16(to + i + 32, (__mmask32)(present >> 32), (__m512i)values.second.value);
+    long i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        const Bf16Values values = decoder.decode(load_codes(codes + i, WIDTH));
+        memcpy(to + i, &values, sizeof values);
     }
+    if (i == count) return;
+    const Bf16Values values = decoder.decode(load_codes(codes + i, count - i));
+    memcpy(to + i, &values, (count - i) * sizeof *to);
 }
 
+#if !defined(__AVX512F__)
+// bfloat16 holds every fp4 value, and every fp8 value of a regular scale.
+inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
+    bf16 run[FP4_RUN];
+    expand_run(codes, scale, run);
+    for (long i = 0; i < FP4_RUN; i += LANES) store(to + i, load(run + i));
+}
+
+inline void expand_block(const uint8_t* codes, uint8_t scale, long count, float* to) {
+    if (!is_regular(scale)) return expand_block<float>(codes, scale, count, to);
+    bf16 block[FP8_BLOCK];
+    expand_block(codes, scale, count, block);
+    for (long i = 0; i < count; i += LANES) store(to + i, load(block + i, count - i), count - i);
+}
+#endif
+#endif
+
+#if defined(__AVX512BW__)
 // Columns that a dot product reads as they are stored (see StoredColumns): the same values as expanded ones.
 struct Fp4Columns {
     const uint8_t *codes, *scales;  // of the first; the others follow
@@ -173,17 +301,20 @@ struct Fp8Columns {
     long code_stride;
 
     static constexpr long WIDTH = 64, BYTES = 64;
+    struct Values {
+        Chunk<bf16> first, second;
+    };
     Fp8Decoder shared(long k) const { return Fp8Decoder(scales[k / FP8_BLOCK]); }
     template <int I>
-    Fp8Decoder::Values read(const Fp8Decoder& decoder, long k, long count) const {
-        const __mmask64 present = count < 64 ? (1ull << count) - 1 : ~0ull;
-        return decoder.decode(_mm512_maskz_loadu_epi8(present, codes + I * code_stride + k));
+    Values read(const Fp8Decoder& decoder, long k, long count) const {
+        const Bf16Values values = decoder.decode(load_codes(codes + I * code_stride + k, count));
+        return {{(u16x)values.first}, {(u16x)values.second}};
     }
 };
 #endif
 
 // Whether dot products can read packed columns of this type as they are stored.
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512BW__)
 template <class T>
 constexpr bool CAN_READ_STORED = std::is_same_v<T, bf16>;
 #else
@@ -217,7 +348,7 @@ struct Weights {
     // Calls `use` with a function from column c to what reads up to four columns from c on as they are stored.
     template <class Use>
     void read_stored(long K, const Use& use) const {
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512BW__)
         if constexpr (CAN_READ_STORED<T>) {
             const uint8_t* codes = values + first_row * row_bytes(K);
             const long code_stride = row_bytes(K), scale_stride = row_scales(K);
