@@ -85,6 +85,7 @@ inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
 #if defined(__AVX512BW__)
 typedef uint8_t Bytes __attribute__((vector_size(64), may_alias));
 typedef uint16_t Words __attribute__((vector_size(64), may_alias));
+typedef int8_t SignedBytes __attribute__((vector_size(64), may_alias));
 
 inline Bytes load_codes(const uint8_t* from, long count) {
     return (Bytes)_mm512_maskz_loadu_epi8(count < 64 ? (1ull << count) - 1 : ~0ull, from);
@@ -102,6 +103,7 @@ inline Bytes deal(Bytes codes) {
 #else
 typedef uint8_t Bytes __attribute__((vector_size(32), may_alias));
 typedef uint16_t Words __attribute__((vector_size(32), may_alias));
+typedef int8_t SignedBytes __attribute__((vector_size(32), may_alias));
 
 inline Bytes load_codes(const uint8_t* from, long count) {
     Bytes codes = {};
@@ -211,6 +213,8 @@ struct Fp8Decoder {
         high_first = _mm512_load_si512(table.high), high_last = _mm512_load_si512(table.high + 64);
     }
 
+    static constexpr bool can_decode(uint8_t) { return true; }
+
     Bf16Values decode(Bytes codes) const {
         const __m512i places = (__m512i)deal(codes);
         const __m512i low = _mm512_permutex2var_epi8(low_first, places, low_last);
@@ -223,47 +227,43 @@ struct Fp8Decoder {
 #else
 struct Fp8Decoder {
     Bytes low, high;  // of the codes without an exponent
-    uint8_t scale;
+    uint8_t move;     // of the exponent
 
     explicit Fp8Decoder(uint8_t scale)
-        : low(repeat16(bf16_tables.fp8[scale].low)), high(repeat16(bf16_tables.fp8[scale].high)), scale(scale) {}
+        : low(repeat16(bf16_tables.fp8[scale].low)), high(repeat16(bf16_tables.fp8[scale].high)), move(scale - 7) {}
+
+    static constexpr bool can_decode(uint8_t scale) { return is_regular(scale); }
 
     Bf16Values decode(Bytes codes) const {
-        if (__builtin_expect(!is_regular(scale), 0)) return decode_plainly(codes);
         codes = deal(codes);
-        // Exponent and mantissa begin 4 bits lower than in a value. The lowest bit of what the exponent moves by is
-        // added there, where it can carry, and the others in the high byte.
-        const uint8_t move = scale - 7;
+        // Exponent and mantissa begin 4 bits lower than in a value. The lowest bit of the move is added there, where it
+        // can carry, and the others in the high byte.
         const Bytes magnitude = codes & 0x7f, moved = magnitude + uint8_t(move % 2 * 8);
-        const auto has_no_exponent = magnitude < 8;
+        const auto has_no_exponent = (SignedBytes)magnitude < 8;
         const Bytes low_bytes = has_no_exponent ? look_up(low, magnitude) : (Bytes)((Words)moved << 4) & 0xf0;
         const Bytes high_bytes = has_no_exponent ? look_up(high, magnitude) : (moved >> 4) + uint8_t(move / 2);
         return interleave(low_bytes, high_bytes | (codes & 0x80));
-    }
-
-    __attribute__((noinline, cold)) Bf16Values decode_plainly(Bytes codes) const {
-        uint8_t from[sizeof codes];
-        bf16 to[sizeof codes];
-        Bf16Values values;
-        memcpy(from, &codes, sizeof codes);
-        expand_block<bf16>(from, scale, sizeof codes, to);
-        memcpy(&values, to, sizeof values);
-        return values;
     }
 };
 #endif
 
 inline void expand_run(const uint8_t* codes, uint8_t scale, bf16* to) { store(to, decode_run(codes, scale)); }
 
-inline void expand_block(const uint8_t* codes, uint8_t scale, long count, bf16* to) {
+// Fewer columns than a register has.
+__attribute__((noinline)) inline void expand_tail(const uint8_t* codes, uint8_t scale, long count, bf16* to) {
+    bf16 tail[sizeof(Bytes)];
+    store(tail, Fp8Decoder(scale).decode(load_codes(codes, count)));
+    memcpy(to, tail, count * sizeof *to);
+}
+
+// Inlined always: a call takes as long as half a block.
+__attribute__((always_inline)) inline void expand_block(const uint8_t* codes, uint8_t scale, long count, bf16* to) {
     constexpr long WIDTH = sizeof(Bytes);
+    if (!Fp8Decoder::can_decode(scale)) return expand_block<bf16>(codes, scale, count, to);
     const Fp8Decoder decoder(scale);
     long i = 0;
     for (; i + WIDTH <= count; i += WIDTH) store(to + i, decoder.decode(load_codes(codes + i, WIDTH)));
-    if (i == count) return;
-    bf16 tail[WIDTH];
-    store(tail, decoder.decode(load_codes(codes + i, count - i)));
-    memcpy(to + i, tail, (count - i) * sizeof *to);
+    if (i < count) expand_tail(codes + i, scale, count - i, to + i);
 }
 
 // float32 by bfloat16, which holds every fp4 value, and every fp8 value of a regular scale. A scalar loop: compilers put

@@ -35,13 +35,30 @@ struct Fp8Columns {
     struct Values {
         Chunk<bf16> first, second;
     };
-    Fp8Decoder shared(long k) const { return Fp8Decoder(scales[k / FP8_BLOCK]); }
+    struct Block {
+        uint8_t scale;
+        Fp8Decoder decoder;
+    };
+    Block shared(long k) const { return {scales[k / FP8_BLOCK], Fp8Decoder(scales[k / FP8_BLOCK])}; }
     template <int I>
-    Values read(const Fp8Decoder& decoder, long k, long count) const {
-        const Bf16Values values = decoder.decode(load_codes(codes + I * code_stride + k, count));
+    Values read(const Block& block, long k, long count) const {
+        const uint8_t* from = codes + I * code_stride + k;
+        if (__builtin_expect(!Fp8Decoder::can_decode(block.scale), 0)) return read_plainly(from, block.scale, count);
+        const Bf16Values values = block.decoder.decode(load_codes(from, count));
         return {{(u16x)values.first}, {(u16x)values.second}};
     }
+    __attribute__((noinline, cold)) static Values read_plainly(const uint8_t* from, uint8_t scale, long count) {
+        bf16 to[WIDTH] = {};
+        expand_block<bf16>(from, scale, count < WIDTH ? count : WIDTH, to);
+        return {Chunk<bf16>::read(to), Chunk<bf16>::read(to + WIDTH / 2)};
+    }
 };
+#endif
+
+#if defined(__AVX512VBMI__)
+constexpr long FP8_PASSES = 2;  // over fp8 that is read as it is stored
+#else
+constexpr long FP8_PASSES = 1;
 #endif
 
 // Whether dot products can read packed columns of this type as they are stored.
@@ -69,11 +86,11 @@ struct Weights {
     long row_bytes(long K) const { return kind == PLAIN ? K * long(sizeof(T)) : kind == FP8 ? K : K / 2; }
     long row_scales(long K) const { return kind == FP8 ? (K + FP8_BLOCK - 1) / FP8_BLOCK : K / FP4_RUN; }
 
-    // Whether `passes` over a panel read it as it is stored; else it is expanded once for all of them. Measured:
-    // decoding fp8 twice costs less than a panel. Four rows from a multiple of 4 on have one block of scales.
+    // Whether `passes` over a panel read it as it is stored; else it is expanded once for all of them. Measured: with
+    // VBMI decoding fp8 twice costs less than a panel. Four rows from a multiple of 4 on have one block of scales.
     bool in_place(long passes) const {
         if (kind == PLAIN) return true;
-        return CAN_READ_STORED<T> && (kind == FP8 ? passes <= 2 && first_row % 4 == 0 : passes <= 1);
+        return CAN_READ_STORED<T> && (kind == FP8 ? passes <= FP8_PASSES && first_row % 4 == 0 : passes <= 1);
     }
 
     // Calls `use` with a function from column c to what reads up to four columns from c on as they are stored.
