@@ -199,7 +199,7 @@ inline Bf16Values decode_run(const uint8_t* codes, uint8_t scale) {
 }
 #endif
 
-// Scales that give every code but zero a normal value, whose exponent is the code's, moved.
+// Scales that give every code but zero a normal and finite value, whose exponent is the code's, moved.
 constexpr bool is_regular(uint8_t scale) { return scale >= 10 && scale <= 246; }
 
 // A register of fp8 codes at a time, all of one scale.
@@ -237,7 +237,7 @@ struct Fp8Decoder {
     Bf16Values decode(Bytes codes) const {
         codes = deal(codes);
         // Exponent and mantissa begin 4 bits lower than in a value. The lowest bit of the move is added there, where it
-        // can carry, and the others in the high byte.
+        // can carry, and the others in the high byte. (To the left by words: gcc shifts bytes by adding.)
         const Bytes magnitude = codes & 0x7f, moved = magnitude + uint8_t(move % 2 * 8);
         const auto has_no_exponent = (SignedBytes)magnitude < 8;
         const Bytes low_bytes = has_no_exponent ? look_up(low, magnitude) : (Bytes)((Words)moved << 4) & 0xf0;
@@ -266,8 +266,8 @@ __attribute__((always_inline)) inline void expand_block(const uint8_t* codes, ui
     if (i < count) expand_tail(codes + i, scale, count - i, to + i);
 }
 
-// float32 by bfloat16, which holds every fp4 value, and every fp8 value of a regular scale. A scalar loop: compilers put
-// it on vectors, and better than they do vectors of 64 bytes.
+// float32 by bfloat16, which holds every fp4 value, and every fp8 value of a regular scale. A scalar loop, since
+// compilers put it on vectors, and better than they do vectors of 64 bytes.
 inline void widen_all(const bf16* from, long count, float* to) {
     for (long i = 0; i < count; i++) {
         const uint32_t bits = uint32_t(from[i].bits) << 16;
