@@ -199,8 +199,8 @@ inline Bf16Values decode_run(const uint8_t* codes, uint8_t scale) {
 }
 #endif
 
-// Scales that give every code but zero a normal and finite value, whose exponent is the code's, moved.
-constexpr bool is_regular(uint8_t scale) { return scale >= 10 && scale <= 246; }
+// Scales that give every code with an exponent a normal and finite value, whose exponent is the code's, moved.
+constexpr bool is_regular(uint8_t scale) { return scale >= 7 && scale <= 246; }
 
 // A register of fp8 codes at a time, all of one scale.
 #if defined(__AVX512VBMI__)
