@@ -2,11 +2,13 @@
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py [--model DIR] [--dtype bfloat16] [--rows 1,8,32,128]
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py --model OFFICIAL --weights packed
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py --weights packed --flags=-mno-avx512vbmi
 
 Medians are compared, and both paths' logits must agree. The last line is JSON. "products" is the sum
 of a step's matrix products alone, in torch: every weight once over all rows, each expert over its share of the rows,
 and attention's two products over the window and the entries. With --weights packed, the kernels over expanded weights
 against the kernels over weights as an official checkpoint stores them; every logit of both must be the same.
+--flags are added to the compiler's, separated by commas: what another instruction set would do.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from polytempo.cache.layout import Segment, StateShape
 from polytempo.cache.store import RowStore
 from polytempo.checkpoint.load import load_model
 from polytempo.engine_config import EngineConfig
-from polytempo.kernels import ops
+from polytempo.kernels import build, ops
 from polytempo.llm import DEMO_MODEL
 from polytempo.model.deepseek_v4 import DeepseekV4
 from polytempo.model.forward import target_forward
@@ -176,7 +178,9 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,128")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--weights", choices=("expanded", "packed"), default="expanded")
+    parser.add_argument("--flags", default="")
     options = parser.parse_args()
+    build.FLAGS = (*build.FLAGS, *filter(None, options.flags.split(",")))
     torch.set_num_threads(options.threads)
     if options.weights == "packed":
         compare_packed(options)
