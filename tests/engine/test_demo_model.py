@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 
 from polytempo.checkpoint.export import export_model
+from polytempo.checkpoint.load import load_model
 from polytempo.config import ModelConfig
 from polytempo.llm import DEMO_MODEL, LLM
 from polytempo.types import FinishReason, SamplingParams
@@ -108,10 +109,10 @@ def test_chat_uses_the_template(llm):
 
 
 @pytest.fixture(scope="module")
-def reference(llm, tmp_path_factory):
+def reference(tmp_path_factory):
     transformers = pytest.importorskip("transformers", reason="the release with DeepSeek-V4 needs Python 3.11")
     out = tmp_path_factory.mktemp("export") / "huggingface"
-    export_model(llm.model, out, to="huggingface")
+    export_model(load_model(DEMO_MODEL, "float32", progress=False)[0], out, to="huggingface")
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(out, **options).eval()
 
