@@ -64,12 +64,12 @@ def prefers_packed(checkpoint: Checkpoint, device: torch.device) -> bool:
 
     Returns:
         True if something is quantised that `require_packed` lets pass, and the C++ kernels, which are built if they
-        are not yet, read packed weights in place (docs/kernels.md has the measurements).
+        are not yet, decode packed weights fast enough on this machine (docs/kernels.md has the measurements).
     """
     if device.type != "cpu" or not any(item.scale for item in checkpoint.items) or _stored_unlike(checkpoint):
         return False
     library = load_or_note()
-    return library is not None and bool(library.pt_reads_packed())
+    return library is not None and bool(library.pt_prefers_packed())
 
 
 def _stored_unlike(checkpoint: Checkpoint) -> tuple[LoadItem, LoadItem] | None:

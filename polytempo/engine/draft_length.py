@@ -189,8 +189,8 @@ class DraftPolicy:
         if pays:
             self.pause = Pause()
             return [0] * len(rows) if self.paying.is_looking else plan.lengths
-        if self.pause.is_over:
-            self.pause, self.num_trials = self.pause.ended(plan.loss), TRIAL_STEPS + RETRY_STEPS - 1
+        if self.pause.is_over(plan.loss):
+            self.pause, self.num_trials = self.pause.ended(), TRIAL_STEPS + RETRY_STEPS - 1
             return few_drafts(room)
         self.pause = self.pause.idled()
         return plan.lengths

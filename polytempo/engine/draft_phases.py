@@ -19,10 +19,12 @@ REST = 16
 """Steps without drafts for which a decision to make none holds: it must cost nothing where it gains nothing."""
 REST_TIMED = 4
 """The last of them, which are timed: the next decision is made by what a step takes then."""
-RETRY_FIRST, RETRY_SOON, RETRY_MOST = 96, 192, 768
+RETRY_FIRST, RETRY_MOST = 96, 192
 """Steps without drafts after which a few rows make some, to see what they cost now; a stale or unlucky measurement
-would otherwise be believed for ever. The wait doubles, up to the second where drafts lose little, to the third where
-they clearly lose; all are multiples of REST."""
+would otherwise be believed for ever. The wait doubles up to the second; both are multiples of REST."""
+CLEAR_LOSS, PATIENCE = 0.05, 3
+"""Part of the expected speed that one draft per row must lose for waits that are so many times as long: where it loses
+less, trying costs little, and noise decides."""
 RETRY_DRAFTS, RETRY_STEPS = 2, 3
 """How many, and how often. The first of these steps may pay for a pause and is timed in part only."""
 LOOK_FIRST, LOOK_MOST, LOOK_STEPS = 8, 48, 2
@@ -34,9 +36,6 @@ their last window, and the best of many plans is in part the luckiest. A batch t
 TRIAL_LOSS, TRIAL_STEPS = 0.03, 16
 """Part of the speed that drafts may seem to lose when they were just tried, and steps for which they go on all the
 same: the first drafts after a pause take longer than the next, as do the first steps without."""
-CLEAR_LOSS = 0.05
-"""Part of the expected speed that one draft per row must lose for the longest waits: where it loses less, trying costs
-little, and noise decides."""
 FEW_ROWS = 2
 """Rows that try again, or an eighth if those are more: each must first make the keys of a window."""
 
@@ -83,19 +82,17 @@ class Pause(NamedTuple):
         """Whether what a step takes can be of no use."""
         return 0 < self.num_idle % REST < REST - REST_TIMED
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it is time to try again."""
-        return self.num_idle >= self.retry_after
+    def is_over(self, loss: float) -> bool:
+        """Whether it is time to try again, where one draft per row loses this part of the speed."""
+        return self.num_idle >= self.retry_after * (1 if loss < CLEAR_LOSS else PATIENCE)
 
     def idled(self) -> Pause:
         """After one more step without drafts."""
         return Pause(self.num_idle + 1, self.retry_after)
 
-    def ended(self, loss: float) -> Pause:
-        """After the first step that tries again, where one draft per row loses this part of the speed."""
-        longest = RETRY_SOON if loss < CLEAR_LOSS else RETRY_MOST
-        return Pause(retry_after=min(2 * self.retry_after, longest))
+    def ended(self) -> Pause:
+        """After the first step that tries again."""
+        return Pause(retry_after=min(2 * self.retry_after, RETRY_MOST))
 
 
 class Paying(NamedTuple):

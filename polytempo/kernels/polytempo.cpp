@@ -225,8 +225,14 @@ PT_EXPORT int64_t pt_struct_size(int64_t index) {
     return index < int64_t(sizeof all / sizeof *all) ? all[index] : 0;
 }
 
-// Whether dot products read packed weights as they are stored, so that these are no slower than others.
-PT_EXPORT int64_t pt_reads_packed() { return pt::CAN_READ_STORED<pt::bf16>; }
+// Whether packed weights are decoded so fast that they are no slower than others at any number of rows; measured.
+PT_EXPORT int64_t pt_prefers_packed() {
+#if defined(__AVX2__)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 // What this file was built for.
 PT_EXPORT const char* pt_instructions() {

@@ -121,7 +121,7 @@ def declare(library: ctypes.CDLL) -> None:
     library.pt_struct_size.argtypes, library.pt_struct_size.restype = (INT,), INT
     library.pt_part_seconds.argtypes, library.pt_part_seconds.restype = (INT,), REAL
     library.pt_part_name.argtypes, library.pt_part_name.restype = (INT,), ctypes.c_char_p
-    library.pt_reads_packed.argtypes, library.pt_reads_packed.restype = (), INT
+    library.pt_prefers_packed.argtypes, library.pt_prefers_packed.restype = (), INT
     library.pt_instructions.argtypes, library.pt_instructions.restype = (), ctypes.c_char_p
 
 

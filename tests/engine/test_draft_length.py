@@ -13,12 +13,12 @@ from polytempo.engine.draft_phases import (
     LOOK_FIRST,
     LOOK_MOST,
     MOST_EXPLORED,
+    PATIENCE,
     REST,
     REST_TIMED,
     RETRY_DRAFTS,
     RETRY_FIRST,
     RETRY_MOST,
-    RETRY_SOON,
     RETRY_STEPS,
     Pause,
 )
@@ -94,12 +94,12 @@ def test_auto_tries_again_after_many_steps_without_drafts():
     """A few drafts for rows with room, ever more seldom where they lose much; what was measured then decides."""
     policy = policy_with(base=0.01, per_token=1.0, draft_base=0.0, per_draft=0.5)
     rows = [make_row(acceptance=0.9), make_row(acceptance=0.9, max_tokens=4)]
-    waits = retry_waits(policy, rows, 8 * RETRY_MOST)
-    assert waits[:4] == [RETRY_FIRST * 2**k for k in range(4)] == [*waits[:3], RETRY_MOST]
-    assert set(waits[4:]) == {RETRY_MOST} and len(waits) > 6
+    waits = retry_waits(policy, rows, 6 * PATIENCE * RETRY_MOST)
+    assert waits[:2] == [PATIENCE * RETRY_FIRST, PATIENCE * 2 * RETRY_FIRST] and RETRY_MOST == 2 * RETRY_FIRST
+    assert set(waits[2:]) == {PATIENCE * RETRY_MOST} and len(waits) > 4
     for num_rows, few in ((1, 1), (9, FEW_ROWS), (128, 16)):
         many = [make_row(acceptance=0.9) for _ in range(num_rows)]
-        policy.pause, policy.num_trials = Pause(num_idle=RETRY_MOST, retry_after=RETRY_MOST), 0
+        policy.pause, policy.num_trials = Pause(num_idle=PATIENCE * RETRY_MOST, retry_after=RETRY_MOST), 0
         assert sum(policy.lengths(many)) == few * RETRY_DRAFTS
     policy.pause, policy.num_trials = Pause(retry_after=RETRY_MOST), 0
     for _ in range(40):
@@ -125,10 +125,11 @@ def retry_waits(policy, rows, steps):
 
 def test_auto_tries_again_soon_where_drafts_lose_little():
     """A draft that always fails, for 4 and for 6 hundredths of a step's time."""
-    for per_draft, longest in ((0.04, RETRY_SOON), (0.06, RETRY_MOST)):
+    for per_draft, patience in ((0.04, 1), (0.06, PATIENCE)):
         policy = policy_with(base=1.0, per_token=0.0, draft_base=0.0, per_draft=per_draft)
-        waits = retry_waits(policy, [make_row(acceptance=0.0), make_row(max_tokens=4)], 4 * RETRY_MOST)
-        assert waits[0] == RETRY_FIRST and waits[-2:] == [longest] * 2 and max(waits) == longest
+        waits = retry_waits(policy, [make_row(acceptance=0.0), make_row(max_tokens=4)], 12 * RETRY_MOST)
+        longest = patience * RETRY_MOST
+        assert waits[0] == patience * RETRY_FIRST and waits[-2:] == [longest] * 2 and max(waits) == longest
 
 
 def test_steps_that_are_never_timed_end_the_exploring():
