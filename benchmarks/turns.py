@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from polytempo import LLM, SamplingParams
 from polytempo.bench.workload import prompts
-from polytempo.checkpoint.load import WEIGHTS
 from polytempo.engine.row import Row
+from polytempo.engine_config import WEIGHTS
 from polytempo.llm import DEMO_MODEL
 
 PROMPT_LENS = (32, 100, 64, 200)

@@ -24,6 +24,8 @@ class AdvanceMode(str, Enum):
 AUTO = "auto"
 NATIVE, TRITON, TORCH = "native", "triton", "torch"
 KERNELS = (AUTO, NATIVE, TRITON, TORCH)
+WEIGHTS = ("auto", "expanded", "packed")
+"""How a model's quantised weights lie in memory, see `load_model`; "auto" asks which kernels will run."""
 AUTO_MAX_DRAFTS = 5
 SPECULATE = (AUTO, "mtp", "none")
 KV_LAYOUTS = ("ring", "left_aligned")

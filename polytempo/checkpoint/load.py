@@ -20,10 +20,10 @@ from polytempo.checkpoint.quant import FP8_BLOCK, dequantise_fp4, dequantise_fp8
 from polytempo.checkpoint.reader import Checkpoint, CheckpointReport, LoadItem, read_checkpoint
 from polytempo.config import ModelConfig
 from polytempo.device import require_room, resolve_device
+from polytempo.engine_config import WEIGHTS
 from polytempo.errors import CheckpointError, ConfigError, unknown_option
 from polytempo.model.deepseek_v4 import DeepseekV4
 
-WEIGHTS = ("auto", "expanded", "packed")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAN_SCALE = 0xFF
 _BAND_ELEMENTS = 2**20

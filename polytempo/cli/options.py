@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polytempo.engine_config import KERNELS
+from polytempo.engine_config import KERNELS, WEIGHTS
 
 if TYPE_CHECKING:
     from polytempo.llm import LLM
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 DTYPES = ("auto", "float32", "bfloat16")
-WEIGHTS = ("auto", "expanded", "packed")
 ENGINE_OPTIONS = (
     "max_rows", "max_model_len", "max_chunk", "max_step_tokens", "speculate", "draft_len", "kv_advance", "kv_layout",
     "memory", "prefix_cache", "queue_limit", "mixed_prompt_tokens", "kernels",

@@ -158,3 +158,13 @@ def differing(left: DeepseekV4, right: DeepseekV4) -> list[str]:
     only = sorted(a.keys() ^ b.keys())
     both = [name for name in a if name in b]
     return only + [n for n in both if a[n].dtype != b[n].dtype or not torch.equal(bits(a[n]), bits(b[n]))]
+
+
+def store_one_expert_unquantised(folder: Path, spare: Path) -> str:
+    """Break a tiny quantised checkpoint: one expert's weight, whose name is returned, is stored in another format."""
+    tensors, plain = read_tensors(folder), read_tensors(export_tiny(spare, quantise=None))
+    name = "layers.2.ffn.experts.3.w3"
+    del tensors[f"{name}.scale"]
+    tensors[f"{name}.weight"] = plain[f"{name}.weight"]
+    write_tensors(folder, tensors)
+    return name

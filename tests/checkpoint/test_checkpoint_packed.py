@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import export_tiny, random_model, read_tensors, tiny_config, write_tensors
+from checkpoint_helpers import (
+    export_tiny,
+    random_model,
+    read_tensors,
+    store_one_expert_unquantised,
+    tiny_config,
+    write_tensors,
+)
 
 from polytempo import LLM, SamplingParams
 from polytempo.cache.layout import Segment, StateShape
@@ -134,11 +141,11 @@ def test_tokens_and_logprobs_are_the_same(folder, options):
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
     prompts = [[2 + (5 * row + place) % 40 for place in range(4 + row)] for row in range(3)]
     outputs = []
-    for weights in ("expanded", "packed"):
+    for weights in ("expanded", "packed", "auto"):
         limits = {"max_rows": 3, "max_model_len": 64, "draft_len": 2, "progress": False}
         llm = LLM(folder, "bfloat16", weights=weights, **limits, **options)
         outputs.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params, False)])
-    assert outputs[0] == outputs[1] and len({tuple(ids) for ids, _ in outputs[0]}) > 1
+    assert outputs[0] == outputs[1] == outputs[2] and len({tuple(ids) for ids, _ in outputs[0]}) > 1
 
 
 def test_tensors_take_the_checkpoint_s_room(tmp_path):
@@ -205,11 +212,7 @@ def test_an_unknown_way_is_refused(tmp_path):
 @pytest.mark.usefixtures("no_model")
 def test_experts_stored_in_two_ways_are_refused(tmp_path):
     folder = export_tiny(tmp_path / "model")
-    tensors, plain = read_tensors(folder), read_tensors(export_tiny(tmp_path / "plain", quantise=None))
-    name = "layers.2.ffn.experts.3.w3"
-    del tensors[f"{name}.scale"]
-    tensors[f"{name}.weight"] = plain[f"{name}.weight"]
-    write_tensors(folder, tensors)
+    name = store_one_expert_unquantised(folder, tmp_path / "plain")
     with pytest.raises(CheckpointError, match=f"{name}.weight.*'expanded'"):
         load_model(folder, weights="packed")
 
