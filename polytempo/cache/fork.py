@@ -43,9 +43,8 @@ def copy_slot(store: RowStore, slot: int, num_tokens: int) -> SlotCopy:
     Returns:
         The copy; it shares no memory with the store.
     """
-    entries = tuple(
-        state.entries[_block_ids(store, slot, ratio, num_tokens)] for ratio, state in _pooled(store)
-    )  # indexing by a tensor copies
+    block_ids = _block_ids(store, slot, num_tokens)
+    entries = tuple(state.entries[block_ids[ratio]] for ratio, state in _pooled(store))  # indexing by a tensor copies
     return SlotCopy(num_tokens, tuple(tensor[slot].clone() for tensor in _per_slot(store)), entries)
 
 
@@ -65,8 +64,9 @@ def paste_slot(store: RowStore, slot: int, copy: SlotCopy) -> None:
     store.fit()
     for tensor, held in zip(_per_slot(store), copy.slots, strict=True):
         tensor[slot] = held
+    block_ids = _block_ids(store, slot, copy.num_tokens)
     for (ratio, state), held in zip(_pooled(store), copy.entries, strict=True):
-        state.entries[_block_ids(store, slot, ratio, copy.num_tokens)] = held
+        state.entries[block_ids[ratio]] = held
 
 
 def _per_slot(store: RowStore) -> list[Tensor]:
@@ -78,6 +78,10 @@ def _pooled(store: RowStore) -> list[tuple[int, PooledState]]:
     return [(layer.shape.ratio, state) for layer in (*store.layers, *store.mtp) for state in layer.pooled]
 
 
-def _block_ids(store: RowStore, slot: int, ratio: int, num_tokens: int) -> Tensor:
-    # A copy: the index outlives the call only on a device, but there it must not change under the transfer.
-    return to_device(store.pool.ratios[ratio].table[slot, : num_blocks(num_tokens, ratio)].copy(), store.device)
+def _block_ids(store: RowStore, slot: int, num_tokens: int) -> dict[int, Tensor]:
+    """By ratio, one upload each: the blocks of a slot's first tokens, in every layer."""
+    # Copies: the index outlives the call only on a device, but there it must not change under the transfer.
+    return {
+        ratio: to_device(pool.table[slot, : num_blocks(num_tokens, ratio)].copy(), store.device)
+        for ratio, pool in store.pool.ratios.items()
+    }

@@ -114,8 +114,13 @@ def test_snapshots_and_forks_index_on_the_device():
         with Refusals() as refusals:
             restore_snapshot(rows.store, 1, chain)
         assert refusals.num_uploads == 2 * num_ratios, "new blocks, and where entries lie, by ratio"
+        with Refusals() as refusals:
+            copied = copy_slot(rows.store, 0, 2 * SPAN + 5)
+        assert refusals.num_uploads == num_ratios, "blocks, by ratio"
+        with Refusals() as refusals:
+            paste_slot(rows.store, 2, copied)
+        assert refusals.num_uploads == 2 * num_ratios, "new blocks, and blocks, by ratio"
         with Refusals():
-            paste_slot(rows.store, 2, copy_slot(rows.store, 0, 2 * SPAN + 5))
             rows.store.clear(0)
         tensors = [tensor for layer in chain[0].layers for tensor in (layer.window, *layer.inputs, *layer.entries)]
         assert len(tensors) > 4 and all(tensor.device == DEVICE for tensor in tensors)
