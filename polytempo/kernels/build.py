@@ -81,7 +81,7 @@ def _sources() -> list[Path]:
 
 def _key(compiler: str) -> str:
     """Hash of all that the library depends on."""
-    digest = hashlib.sha256(repr((FLAGS, compiler, _processor())).encode())
+    digest = hashlib.sha256(repr((_processor_flags(), FLAGS, compiler, _processor())).encode())
     try:
         digest.update(subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout)
     except (OSError, subprocess.SubprocessError) as error:
@@ -91,15 +91,31 @@ def _key(compiler: str) -> str:
     return digest.hexdigest()[:24]
 
 
+def _cpuinfo() -> list[str]:
+    """Lines that say what the processor is, as Linux gives them; none elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
 def _processor() -> str:
     """The processor's instruction sets: a cache directory may be shared by unlike machines."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    except OSError:
-        pass
+    for line in _cpuinfo():
+        if line.startswith(("flags", "Features")):
+            return line
     return platform.machine() + platform.processor()
+
+
+def _processor_flags() -> tuple[str, ...]:
+    """What the kernels have to know of the processor and the compiler does not tell them.
+
+    On Intel's cores from Sapphire Rapids on, which have AVX512-FP16, a bfloat16 dot product takes as long as four fused
+    multiply-adds of floats and does the work of two (measured on an Emerald Rapids, docs/kernels.md); on AMD's Zen 4 it
+    takes as long as one. Read from the processor's name and not measured here, for it decides how sums round.
+    """
+    names = {name for line in _cpuinfo() if line.startswith(("vendor_id", "flags")) for name in line.split()}
+    return ("-DPT_SLOW_BF16_DOT",) if {"GenuineIntel", "avx512_fp16"} <= names else ()
 
 
 def _build(compiler: str, path: Path) -> None:
@@ -108,7 +124,7 @@ def _build(compiler: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
             library = Path(folder, "kernels.so")
-            _run([compiler, *FLAGS, str(SOURCES / "polytempo.cpp"), "-o", str(library)])
+            _run([compiler, *_processor_flags(), *FLAGS, str(SOURCES / "polytempo.cpp"), "-o", str(library)])
             _seal(library)
             os.replace(library, path)
     except OSError as error:

@@ -62,9 +62,33 @@ inline void expand_block(const uint8_t* codes, uint8_t scale, long count, T* to)
 }
 
 #if defined(__AVX512F__)
-inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
+// What a scale makes of the sixteen codes of fp4; exact in bfloat16 too.
+inline v16 fp4_values(uint8_t scale) {
     const v16 values = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    const v16 scaled = values * scale_value(scale);
+    return values * scale_value(scale);
+}
+
+#if defined(PT_WIDENED_PANELS)
+// Of every scale: looked up in two thirds of the time that it takes to multiply.
+struct Fp4Tables {
+    alignas(64) float values[256][LANES];
+    Fp4Tables() {
+        for (int scale = 0; scale < 256; scale++) store(values[scale], fp4_values(scale));
+    }
+};
+
+inline const Fp4Tables fp4_tables;
+
+// A run of fp4 values as it is multiplied: a byte holds an even column and the odd one behind it.
+inline ChunkFactor<bf16> decode_factor(const uint8_t* codes, uint8_t scale) {
+    const v16 scaled = load(fp4_tables.values[scale]);
+    const u16x bytes = load_bytes(codes);  // permuting looks at four bits of each
+    return {_mm512_permutexvar_ps((__m512i)bytes, scaled), _mm512_permutexvar_ps((__m512i)(bytes >> 4), scaled)};
+}
+#endif
+
+inline void expand_run(const uint8_t* codes, uint8_t scale, float* to) {
+    const v16 scaled = fp4_values(scale);
     for (long i = 0; i < FP4_RUN; i += LANES, codes += LANES / 2) {
         const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)codes));
         const __m512i indices = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // low nibble, high nibble

@@ -3,9 +3,17 @@
 
 #include "vector.h"
 
+// bfloat16 is multiplied by the instruction for dot products of it, or, where there is none or it is slow (build.py),
+// as floats. With AVX-512, columns that many rows pass by are then widened once for all.
+#if defined(__AVX512BF16__) && !defined(PT_SLOW_BF16_DOT)
+#define PT_BF16_DOT
+#elif defined(__AVX512F__)
+#define PT_WIDENED_PANELS
+#endif
+
 namespace pt {
 
-// Products of 64 bytes of two rows, added lane by lane: 32 bfloat16 in pairs, or 16 floats.
+// 64 bytes of a row as they lie: 16 floats, or 32 bfloat16 in pairs.
 template <class T>
 struct Chunk;
 
@@ -14,7 +22,6 @@ struct Chunk<float> {
     static constexpr long SIZE = 16;
     v16 value;
     static Chunk read(const float* from) { return {load(from)}; }
-    static v16 dot(v16 sum, Chunk a, Chunk b) { return fma(a.value, b.value, sum); }
 };
 
 template <>
@@ -22,15 +29,42 @@ struct Chunk<bf16> {
     static constexpr long SIZE = 32;
     u16x value;
     static Chunk read(const bf16* from) { return {read_lanes<u16x>(from)}; }
-    static v16 dot(v16 sum, Chunk a, Chunk b) {
-#if defined(__AVX512BF16__)
-        return _mm512_dpbf16_ps(sum, (__m512bh)a.value, (__m512bh)b.value);
-#else
-        sum = fma(cast<v16>(a.value << 16), cast<v16>(b.value << 16), sum);
-        return fma(cast<v16>(a.value & 0xffff0000u), cast<v16>(b.value & 0xffff0000u), sum);
-#endif
+};
+
+// Lanes as they are multiplied, of a chunk or of half of one, kept in registers: with twice the loads products have half
+// the speed.
+template <class T, class Lanes>
+struct Factor;
+
+template <class Lanes>
+struct Factor<float, Lanes> {
+    Lanes value;
+    explicit Factor(Lanes lanes) : value(lanes) { keep(value); }
+    static Lanes dot(Lanes sum, Factor a, Factor b) { return fma(a.value, b.value, sum); }
+};
+
+#if defined(PT_BF16_DOT)
+template <class Lanes>
+struct Factor<bf16, Lanes> {
+    Lanes pairs;
+    explicit Factor(Lanes pairs) : pairs(pairs) {}
+    static v16 dot(v16 sum, Factor a, Factor b) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)a.pairs, (__m512bh)b.pairs);
     }
 };
+#else
+// Of every pair the even element is multiplied first.
+template <class Lanes>
+struct Factor<bf16, Lanes> {
+    typedef std::conditional_t<sizeof(Lanes) == sizeof(v16), v16, f8> Floats;
+    Floats even, odd;
+    Factor(Floats even, Floats odd) : even(even), odd(odd) {}
+    explicit Factor(Lanes pairs) : even(cast<Floats>(pairs << 16)), odd(cast<Floats>(pairs & 0xffff0000u)) {
+        keep(even), keep(odd);
+    }
+    static Floats dot(Floats sum, Factor a, Factor b) { return fma(a.odd, b.odd, fma(a.even, b.even, sum)); }
+};
+#endif
 
 // `count` elements, all of a chunk if there are as many; missing ones read as 0.
 template <class T>
@@ -85,15 +119,60 @@ __attribute__((always_inline)) inline void prefetch(const void* from, long bytes
 
 #if defined(__AVX512F__)
 
+template <class T>
+using ChunkFactor = Factor<T, decltype(Chunk<T>::value)>;
+
+#if defined(PT_WIDENED_PANELS)
+constexpr long WIDENED_PASSES = 2;  // of four rows each over a panel, from which on it is widened: measured
+
+inline long widened_width(long K) { return (K + Chunk<bf16>::SIZE - 1) / Chunk<bf16>::SIZE * Chunk<bf16>::SIZE; }
+
+inline void store_factor(float* to, ChunkFactor<bf16> factor) {
+    store(to, factor.even), store(to + LANES, factor.odd);
+}
+
+// Elements of bfloat16 as floats in the order in which they are multiplied: of every chunk the even ones, then the odd.
+inline void widen_row(const bf16* from, long count, float* to) {
+    constexpr long SIZE = Chunk<bf16>::SIZE;
+    for (long k = 0; k < count; k += SIZE)
+        store_factor(to + k, ChunkFactor<bf16>(read_chunk(from + k, count - k).value));
+}
+
+// Side by side, widened, each of a whole number of chunks.
+struct WidenedColumns {
+    const float* first;
+    long stride;
+    static constexpr long WIDTH = Chunk<bf16>::SIZE, BYTES = WIDTH * sizeof(float);
+    struct Values {
+        ChunkFactor<bf16> first;
+    };
+    Nothing shared(long) const { return {}; }
+    template <int I>
+    Values read(Nothing, long k, long) const {
+        const float* from = first + I * stride + k;
+        return {{load(from), load(from + LANES)}};
+    }
+    WidenedColumns from(long column) const { return {first + column * stride, stride}; }
+};
+#endif
+
+template <class T>
+__attribute__((always_inline)) inline ChunkFactor<T> to_factor(Chunk<T> chunk) {
+    return ChunkFactor<T>(chunk.value);
+}
+template <class T>
+__attribute__((always_inline)) inline ChunkFactor<T> to_factor(ChunkFactor<T> factor) {
+    return factor;
+}
+
 // One step of K of a row's dot products with C columns, to its accumulators.
-template <class T, int C>
-__attribute__((always_inline)) inline void add_products(Quad& sums, Chunk<T> row, Chunk<T> a, Chunk<T> b, Chunk<T> c,
-                                                        Chunk<T> d) {
-    sums.a = Chunk<T>::dot(sums.a, row, a);
+template <class T, int C, class F = ChunkFactor<T>>
+__attribute__((always_inline)) inline void add_products(Quad& sums, F row, F a, F b, F c, F d) {
+    sums.a = F::dot(sums.a, row, a);
     if (C == 1) return;
-    sums.b = Chunk<T>::dot(sums.b, row, b);
-    sums.c = Chunk<T>::dot(sums.c, row, c);
-    sums.d = Chunk<T>::dot(sums.d, row, d);
+    sums.b = F::dot(sums.b, row, b);
+    sums.c = F::dot(sums.c, row, c);
+    sums.d = F::dot(sums.d, row, d);
 }
 
 // Lane 4 r + c = x[r] . w[c] over K elements: one accumulator per pair, K ascending, then the tree of sum_lanes.
@@ -107,21 +186,25 @@ __attribute__((noinline)) v16 dot_columns(const T* const* x, const Columns& w, l
     constexpr long SIZE = Chunk<T>::SIZE, WIDTH = Columns::WIDTH;
     const T *x0 = x[0], *x1 = R > 1 ? x[1] : x0, *x2 = R > 2 ? x[2] : x0, *x3 = R > 3 ? x[3] : x0;
     Quad first, second, third, fourth;
-    auto add = [&](long k, long count, Chunk<T> a, Chunk<T> b, Chunk<T> c, Chunk<T> d) __attribute__((always_inline)) {
-        add_products<T, C>(first, read_chunk(x0 + k, count), a, b, c, d);
-        if (R > 1) add_products<T, C>(second, read_chunk(x1 + k, count), a, b, c, d);
-        if (R > 2) add_products<T, C>(third, read_chunk(x2 + k, count), a, b, c, d);
-        if (R > 3) add_products<T, C>(fourth, read_chunk(x3 + k, count), a, b, c, d);
+    typedef ChunkFactor<T> F;
+    auto add = [&](long k, long count, F a, F b, F c, F d) __attribute__((always_inline)) {
+        add_products<T, C>(first, F(read_chunk(x0 + k, count).value), a, b, c, d);
+        if (R > 1) add_products<T, C>(second, F(read_chunk(x1 + k, count).value), a, b, c, d);
+        if (R > 2) add_products<T, C>(third, F(read_chunk(x2 + k, count).value), a, b, c, d);
+        if (R > 3) add_products<T, C>(fourth, F(read_chunk(x3 + k, count).value), a, b, c, d);
     };
+    auto factor = [](auto values) __attribute__((always_inline)) { return to_factor<T>(values.first); };
     auto step = [&](long k, auto count) __attribute__((always_inline)) {
         if (ASKS) prefetch(ahead + C * Columns::BYTES / WIDTH * k, C * Columns::BYTES);
         const auto shared = w.shared(k);
         const auto a = w.template read<0>(shared, k, count), b = C > 1 ? w.template read<1>(shared, k, count) : a,
                    c = C > 1 ? w.template read<2>(shared, k, count) : a,
                    d = C > 1 ? w.template read<3>(shared, k, count) : a;
-        add(k, count, a.first, b.first, c.first, d.first);
+        add(k, count, factor(a), factor(b), factor(c), factor(d));
         if constexpr (WIDTH > SIZE)
-            if (count > SIZE) add(k + SIZE, count - SIZE, a.second, b.second, c.second, d.second);
+            if (count > SIZE)
+                add(k + SIZE, count - SIZE, to_factor<T>(a.second), to_factor<T>(b.second), to_factor<T>(c.second),
+                    to_factor<T>(d.second));
     };
     long k = 0;
     for (; k + WIDTH <= K; k += WIDTH) step(k, std::integral_constant<long, WIDTH>());
@@ -130,24 +213,6 @@ __attribute__((noinline)) v16 dot_columns(const T* const* x, const Columns& w, l
 }
 
 #else
-
-// Half of a chunk, as what is multiplied. Kept in registers: with twice the loads products have half the speed.
-template <class T>
-struct HalfChunk;
-
-template <>
-struct HalfChunk<float> {
-    f8 value;
-    explicit HalfChunk(f8 half) : value(half) { keep(value); }
-    static f8 dot(f8 sum, HalfChunk a, HalfChunk b) { return fma(a.value, b.value, sum); }
-};
-
-template <>
-struct HalfChunk<bf16> {
-    f8 even, odd;
-    explicit HalfChunk(u8x half) : even(cast<f8>(half << 16)), odd(cast<f8>(half & 0xffff0000u)) { keep(even), keep(odd); }
-    static f8 dot(f8 sum, HalfChunk a, HalfChunk b) { return fma(a.odd, b.odd, fma(a.even, b.even, sum)); }
-};
 
 // As many pairs as sixteen registers have room for: of one row, of two rows and two columns, or of one column. The sum
 // of row r and the column FIRST + c goes to to[4 r + c].
@@ -162,7 +227,7 @@ __attribute__((noinline)) void dot_tile(const T* const* x, const Columns& w, lon
         if (ASKS) prefetch(ahead + 4 * Columns::BYTES / SIZE * k, 4 * Columns::BYTES);
         const auto shared = w.shared(k);
         auto add = [&](auto half) __attribute__((always_inline)) {
-            typedef HalfChunk<T> Part;
+            typedef Factor<T, std::conditional_t<std::is_same_v<T, float>, f8, u8x>> Part;
             auto row = [&](const T* from) __attribute__((always_inline)) {
                 return Part(half(read_chunk(from + k, count).value));
             };

@@ -83,6 +83,16 @@ struct Product {
             w.read_stored(K, [&](const auto& from) { all_rows(row, last_row, column, last_column, ahead, from); });
             return;
         }
+#if defined(PT_WIDENED_PANELS)
+        if constexpr (std::is_same_v<T, bf16>) {
+            if (passes >= WIDENED_PASSES) {
+                float* memory = PT_SCRATCH(float, panel() * widened_width(K));
+                const WidenedColumns all = w.widened_rows(column, last_column, K, memory);
+                all_rows(row, last_row, column, last_column, ahead, [&](long c) { return all.from(c - column); });
+                return;
+            }
+        }
+#endif
         const T* weights = panel_weights(column, last_column);
         all_rows(row, last_row, column, last_column, ahead, [&](long c) {
             return PanelColumns<T>{{}, weights + (c - column) * K, K};

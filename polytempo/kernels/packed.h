@@ -5,6 +5,7 @@
 
 #include "args.h"
 #include "decode.h"
+#include "parallel.h"
 
 namespace pt {
 
@@ -17,13 +18,18 @@ struct Fp4Columns {
     long code_stride, scale_stride;
 
     static constexpr long WIDTH = FP4_RUN, BYTES = FP4_RUN / 2;
+#if defined(PT_WIDENED_PANELS)
+    static constexpr auto* decode = decode_factor;
+#else
+    static constexpr auto* decode = decode_run;
+#endif
     struct Values {
-        Chunk<bf16> first;
+        decltype(decode(nullptr, 0)) first;
     };
     Nothing shared(long) const { return {}; }
     template <int I>
     Values read(Nothing, long k, long) const {
-        return {decode_run(codes + I * code_stride + k / 2, scales[I * scale_stride + k / FP4_RUN])};
+        return {decode(codes + I * code_stride + k / 2, scales[I * scale_stride + k / FP4_RUN])};
     }
 };
 
@@ -89,6 +95,9 @@ struct Weights {
     // Whether `passes` over a panel read it as it is stored; else it is expanded once for all of them. Measured: with
     // VBMI decoding fp8 twice costs less than a panel. Four rows from a multiple of 4 on have one block of scales.
     bool in_place(long passes) const {
+#if defined(PT_WIDENED_PANELS)
+        if (std::is_same_v<T, bf16> && passes >= WIDENED_PASSES) return false;
+#endif
         if (kind == PLAIN) return true;
         return CAN_READ_STORED<T> && (kind == FP8 ? passes <= FP8_PASSES && first_row % 4 == 0 : passes <= 1);
     }
@@ -137,20 +146,43 @@ struct Weights {
     const T* rows(long first, long last, long K, T* panel) const {
         first += first_row, last += first_row;
         if (kind == PLAIN) return (const T*)values + first * K;
-        for (long row = first; row < last; row++) {
-            T* to = panel + (row - first) * K;
-            const uint8_t* codes = values + row * row_bytes(K);
-            if (kind == FP4) {
-                const uint8_t* own = scales + row * row_scales(K);
-                for (long k = 0; k < K; k += FP4_RUN) expand_run(codes + k / 2, own[k / FP4_RUN], to + k);
-            } else {
-                const uint8_t* own = scales + row / FP8_BLOCK * row_scales(K);
-                for (long k = 0; k < K; k += FP8_BLOCK)
-                    expand_block(codes + k, own[k / FP8_BLOCK], K - k < FP8_BLOCK ? K - k : FP8_BLOCK, to + k);
-            }
-        }
+        for (long row = first; row < last; row++) expand_row(row, K, panel + (row - first) * K);
         return panel;
     }
+
+    // A row of a packed matrix, by its place in the stored one.
+    void expand_row(long row, long K, T* to) const {
+        const uint8_t* codes = values + row * row_bytes(K);
+        if (kind == FP4) {
+            const uint8_t* own = scales + row * row_scales(K);
+            for (long k = 0; k < K; k += FP4_RUN) expand_run(codes + k / 2, own[k / FP4_RUN], to + k);
+        } else {
+            const uint8_t* own = scales + row / FP8_BLOCK * row_scales(K);
+            for (long k = 0; k < K; k += FP8_BLOCK)
+                expand_block(codes + k, own[k / FP8_BLOCK], K - k < FP8_BLOCK ? K - k : FP8_BLOCK, to + k);
+        }
+    }
+
+#if defined(PT_WIDENED_PANELS)
+    // Rows [first, last) of bfloat16, widened.
+    WidenedColumns widened_rows(long first, long last, long K, float* panel) const {
+        const long width = widened_width(K);
+        bf16* expanded = PT_SCRATCH(bf16, kind == FP8 ? K : 0);
+        for (long row = first_row + first, end = first_row + last; row < end; row++) {
+            float* to = panel + (row - first_row - first) * width;
+            if (kind == PLAIN) {
+                widen_row((const bf16*)values + row * K, K, to);
+            } else if (kind == FP8) {
+                expand_row(row, K, expanded);
+                widen_row(expanded, K, to);
+            } else {
+                for (long k = 0; k < K; k += FP4_RUN)
+                    store_factor(to + k, decode_factor(values + (row * K + k) / 2, scales[(row * K + k) / FP4_RUN]));
+            }
+        }
+        return {panel, width};
+    }
+#endif
 };
 
 }  // namespace pt

@@ -237,7 +237,7 @@ PT_EXPORT int64_t pt_prefers_packed() {
 
 // What this file was built for.
 PT_EXPORT const char* pt_instructions() {
-#if defined(__AVX512BF16__)
+#if defined(PT_BF16_DOT)
     return "avx512_bf16";
 #elif defined(__AVX512F__)
     return "avx512";

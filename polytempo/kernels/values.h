@@ -31,7 +31,7 @@ struct SingleKey {
     static void finish(ChannelSums&) {}
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PT_BF16_DOT)
 // Two keys by the bfloat16 dot product, which takes weights in pairs too.
 struct KeyPair {
     static constexpr long COUNT = 2;
@@ -44,9 +44,10 @@ struct KeyPair {
         high.value = (u16x)_mm512_unpackhi_epi16((__m512i)first.value, (__m512i)second.value);
     }
     void add(ChannelSums& sums, uint32_t weights) const {
-        const Chunk<bf16> both = {u16x{} + weights};
-        sums.low = Chunk<bf16>::dot(sums.low, low, both);
-        sums.high = Chunk<bf16>::dot(sums.high, high, both);
+        typedef ChunkFactor<bf16> F;
+        const F both(u16x{} + weights);
+        sums.low = F::dot(sums.low, F(low.value), both);
+        sums.high = F::dot(sums.high, F(high.value), both);
     }
     // Channels in order again.
     static void finish(ChannelSums& sums) {
@@ -114,7 +115,7 @@ inline void add_values(float* const* weights, long heads, const float* const* ke
 // In bfloat16 weights are rounded as the keys are.
 inline void add_values(float* const* weights, long heads, const bf16* const* keys, long count, long dim,
                        const float* totals, bf16* const* out) {
-#if defined(__AVX512BF16__)
+#if defined(PT_BF16_DOT)
     const long stride = (count + 1) / 2 + LANES;
     uint32_t* packed = PT_SCRATCH(uint32_t, heads * stride);
     const uint32_t* pairs[HEADS_PER_PASS];

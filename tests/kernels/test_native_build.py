@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,15 +158,43 @@ def test_no_second_openmp_runtime(rebuilt):
     assert len([name for name in found if "gomp" in name or "iomp" in name or "libomp" in name]) == 1, found
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 instruction sets")
-def test_other_instruction_sets_run_the_same_sources(monkeypatch, tmp_path):
-    """Without AVX-512 the portable forms of the same loops are compiled: near the twin, and rows stay alone."""
+@pytest.mark.parametrize(
+    ("cpuinfo", "flags"),
+    [
+        (["vendor_id\t: GenuineIntel", "flags\t\t: avx512_bf16 avx512_fp16 amx_tile"], ("-DPT_SLOW_BF16_DOT",)),
+        (["vendor_id\t: GenuineIntel", "flags\t\t: avx512_bf16"], ()),
+        (["vendor_id\t: AuthenticAMD", "flags\t\t: avx512_bf16 avx512_fp16"], ()),
+        (["vendor_id\t: AuthenticAMD", "model name\t: not GenuineIntel", "flags\t\t: avx512_fp16"], ()),
+        ([], ()),
+    ],
+)
+def test_slow_dot_products_are_known_by_the_processor(monkeypatch, cpuinfo, flags):
+    monkeypatch.setattr(build, "_cpuinfo", lambda: cpuinfo)
+    assert build._processor_flags() == flags
+
+
+def test_what_is_known_of_the_processor_reaches_the_compiler(monkeypatch, tmp_path):
+    """And gives the library another name: it computes other bits."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    flags = tuple("-march=x86-64-v3" if flag == "-march=native" else "-O1" if flag == "-O3" else flag
-                  for flag in build.FLAGS)  # fmt: skip
-    monkeypatch.setattr(build, "FLAGS", flags)
+    commands = []
+    monkeypatch.setattr(build, "_run", lambda command: (commands.append(command), Path(command[-1]).touch()))
+    monkeypatch.setattr(build, "_open", lambda path: path)
+    names = set()
+    for flags in ((), ("-DPT_SLOW_BF16_DOT",)):
+        monkeypatch.setattr(build, "_processor_flags", lambda flags=flags: flags)
+        names.add(build.load())
+    assert len(names) == 2
+    assert ["-DPT_SLOW_BF16_DOT" in command for command in commands] == [False, True]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 instruction sets")
+@pytest.mark.parametrize("change", ["-march=x86-64-v3", "-UPT_SLOW_BF16_DOT", "-DPT_SLOW_BF16_DOT"])
+def test_other_instruction_sets_run_the_same_sources(monkeypatch, tmp_path, change):
+    """Other forms of the same loops are compiled: near the twin, and rows stay alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O1", change))
     library = build.load()
-    assert library.pt_instructions() == b"avx2"
+    assert change != "-march=x86-64-v3" or library.pt_instructions() == b"avx2"
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.randn(9, 70).to(dtype), torch.randn(7, 70).to(dtype)
         found = ops.linear(library, x, weight)
@@ -174,6 +203,6 @@ def test_other_instruction_sets_run_the_same_sources(monkeypatch, tmp_path):
         model, ids = model_of("odd", dtype), random_ids(140, 1)
         twin = logits_of(model, "torch", ids, [140])
         ours = logits_of(model, "native", ids, [139, 1])
-        # The mean: in bfloat16 a near tie between experts may fall the other way for single tokens.
-        assert (ours - twin).float().abs().mean() < limit * twin.float().std()
+        # The median token: in bfloat16 near ties between experts fall the other way for some, by machine for others.
+        assert (ours - twin).float().abs().mean(-1).median() < limit * twin.float().std()
         assert torch.equal(logits_of(model, "native", ids, [64, 3]), ours)

@@ -23,8 +23,10 @@ BUILDS = {
     "native": (),
     "avx512bw": ("-O1", "-mno-avx512vbmi", "-mno-avx512bf16"),
     "avx2": ("-O1", "-march=x86-64-v3"),
+    "bf16_dot": ("-O1", "-UPT_SLOW_BF16_DOT"),
+    "bf16_as_floats": ("-O1", "-DPT_SLOW_BF16_DOT"),
 }
-"""Instruction sets that decode in ways of their own, by the flags that leave no more than them."""
+"""Instruction sets that decode or multiply in ways of their own, by the flags that leave no more than them."""
 
 
 @pytest.fixture(scope="module", params=BUILDS)
@@ -111,7 +113,9 @@ def test_every_tail_of_a_row(library, dtype, kind, depths):
         x = torch.randn(9, depth, generator=torch.Generator().manual_seed(depth)).to(dtype)
         expected = ops.linear(library, x, weight)
         assert torch.equal(by_packed(library, x, kind, codes, scales), expected), depth
-        assert torch.equal(by_packed(library, x[:1].contiguous(), kind, codes, scales), expected[:1]), depth
+        first = x[:1].contiguous()
+        assert torch.equal(ops.linear(library, first, weight), expected[:1]), depth
+        assert torch.equal(by_packed(library, first, kind, codes, scales), expected[:1]), depth
 
 
 @each_dtype
