@@ -31,8 +31,9 @@ struct SingleKey {
     static void finish(ChannelSums&) {}
 };
 
-#if defined(PT_BF16_DOT)
-// Two keys by the bfloat16 dot product, which takes weights in pairs too.
+#if defined(__AVX512BF16__)
+// Two keys by the bfloat16 dot product, which takes weights in pairs too: faster than one after the other, even where
+// the instruction is slow, for half as much is read.
 struct KeyPair {
     static constexpr long COUNT = 2;
     typedef uint32_t Weight;
@@ -44,10 +45,9 @@ struct KeyPair {
         high.value = (u16x)_mm512_unpackhi_epi16((__m512i)first.value, (__m512i)second.value);
     }
     void add(ChannelSums& sums, uint32_t weights) const {
-        typedef ChunkFactor<bf16> F;
-        const F both(u16x{} + weights);
-        sums.low = F::dot(sums.low, F(low.value), both);
-        sums.high = F::dot(sums.high, F(high.value), both);
+        const __m512bh both = (__m512bh)(u16x{} + weights);
+        sums.low = _mm512_dpbf16_ps(sums.low, (__m512bh)low.value, both);
+        sums.high = _mm512_dpbf16_ps(sums.high, (__m512bh)high.value, both);
     }
     // Channels in order again.
     static void finish(ChannelSums& sums) {
@@ -115,7 +115,7 @@ inline void add_values(float* const* weights, long heads, const float* const* ke
 // In bfloat16 weights are rounded as the keys are.
 inline void add_values(float* const* weights, long heads, const bf16* const* keys, long count, long dim,
                        const float* totals, bf16* const* out) {
-#if defined(PT_BF16_DOT)
+#if defined(__AVX512BF16__)
     const long stride = (count + 1) / 2 + LANES;
     uint32_t* packed = PT_SCRATCH(uint32_t, heads * stride);
     const uint32_t* pairs[HEADS_PER_PASS];
