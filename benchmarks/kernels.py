@@ -3,12 +3,14 @@
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py [--model DIR] [--dtype bfloat16] [--rows 1,8,32,128]
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py --model OFFICIAL --weights packed
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py --weights packed --flags=-mno-avx512vbmi
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/kernels.py --against=-UPT_SLOW_BF16_DOT
 
 Medians are compared, and both paths' logits must agree. The last line is JSON. "products" is the sum
 of a step's matrix products alone, in torch: every weight once over all rows, each expert over its share of the rows,
 and attention's two products over the window and the entries. With --weights packed, the kernels over expanded weights
 against the kernels over weights as an official checkpoint stores them; every logit of both must be the same.
---flags are added to the compiler's, separated by commas: what another instruction set would do.
+--flags are added to the compiler's, separated by commas: what another instruction set would do. With --against, the
+kernels against others built with these flags more; their bits may differ.
 """
 
 from __future__ import annotations
@@ -137,13 +139,14 @@ def prefill(models: dict[str, DeepseekV4]) -> dict[str, float]:
             for name, setup in setups.items() if setup.fill() is None}  # fmt: skip
 
 
-def measure_packed(models: dict[str, DeepseekV4], rows: int) -> dict[str, float]:
-    """Milliseconds of a step over expanded and over packed weights, in turns."""
+def measure_in_turns(models: dict[str, DeepseekV4], rows: int, is_equal: bool) -> dict[str, float]:
+    """Milliseconds of a step of two models, the same logits demanded or not."""
     setups = {name: Setup(model, rows) for name, model in models.items()}
-    setups["expanded"].fill()
-    setups["packed"].store = copy.deepcopy(setups["expanded"].store)
+    first, second = setups.values()
+    first.fill()
+    second.store = copy.deepcopy(first.store)
     logits = [setup.step() for setup in setups.values()]
-    assert torch.equal(*logits), "packed weights changed a logit"
+    assert not is_equal or torch.equal(*logits), "packed weights changed a logit"
     times: dict[str, list[float]] = {name: [] for name in setups}
     for _ in range(REPEAT):
         for name, setup in setups.items():
@@ -161,13 +164,30 @@ def compare_packed(options: argparse.Namespace) -> None:
     }
     held = {n: sum(t.nbytes for t in (*m.parameters(), *m.buffers())) / 2**20 for n, m in models.items()}
     print(f"weights: expanded {held['expanded']:.1f} MiB, packed {held['packed']:.1f} MiB")
-    results = [measure_packed(models, int(rows)) for rows in options.rows.split(",")]
-    print(f"{'rows':>5} {'expanded tok/s':>14} {'packed tok/s':>13} {'packed/expanded':>15}")
+    print_turns(models, options, is_equal=True, mib=held)
+
+
+def compare_flags(options: argparse.Namespace) -> None:
+    """Print how fast the kernels are, and how fast with the flags of --against."""
+    models = {}
+    for name, flags in (("against", options.against), ("this", "")):
+        with_flags = (*build.FLAGS, *filter(None, flags.split(",")))
+        model, _ = load_model(options.model, options.dtype, progress=False, weights=options.weights)
+        before, build.FLAGS = build.FLAGS, with_flags
+        models[name] = model.with_kernels("native")
+        build.FLAGS = before
+    print_turns(models, options, is_equal=False)
+
+
+def print_turns(models: dict[str, DeepseekV4], options: argparse.Namespace, is_equal: bool, **more: object) -> None:
+    """Table and JSON of two models, by rows."""
+    results = [measure_in_turns(models, int(rows), is_equal) for rows in options.rows.split(",")]
+    first, second = models
+    print(f"{'rows':>5} {first + ' tok/s':>14} {second + ' tok/s':>13} {second + '/' + first:>15}")
     for r in results:
-        plain, packed = (r["rows"] / r[f"step_{name}"] * 1e3 for name in models)
-        print(f"{r['rows']:5} {plain:14.1f} {packed:13.1f} {packed / plain:15.2f}")
-    dtype = str(models["packed"].dtype)
-    print(json.dumps({"dtype": dtype, "threads": options.threads, "mib": held, "results": results}))
+        old, new = (r["rows"] / r[f"step_{name}"] * 1e3 for name in models)
+        print(f"{r['rows']:5} {old:14.1f} {new:13.1f} {new / old:15.2f}")
+    print(json.dumps({"dtype": str(models[first].dtype), "threads": options.threads, **more, "results": results}))
 
 
 def main() -> None:
@@ -179,9 +199,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--weights", choices=("expanded", "packed"), default="expanded")
     parser.add_argument("--flags", default="")
+    parser.add_argument("--against", default=None)
     options = parser.parse_args()
     build.FLAGS = (*build.FLAGS, *filter(None, options.flags.split(",")))
     torch.set_num_threads(options.threads)
+    if options.against is not None:
+        compare_flags(options)
+        return
     if options.weights == "packed":
         compare_packed(options)
         return

@@ -111,8 +111,8 @@ def _processor_flags() -> tuple[str, ...]:
     """What the kernels have to know of the processor and the compiler does not tell them.
 
     On Intel's cores from Sapphire Rapids on, which have AVX512-FP16, a bfloat16 dot product takes as long as four fused
-    multiply-adds of floats and does the work of two (measured on an Emerald Rapids, docs/kernels.md); on AMD's Zen 4 it
-    takes as long as one. Read from the processor's name and not measured here, for it decides how sums round.
+    multiply-adds of floats and does the work of two: measured on an Emerald Rapids, docs/kernels.md. On AMD's Zen 4 it
+    is the faster way. Read from the processor's names and not measured here, for it decides how sums round.
     """
     names = {name for line in _cpuinfo() if line.startswith(("vendor_id", "flags")) for name in line.split()}
     return ("-DPT_SLOW_BF16_DOT",) if {"GenuineIntel", "avx512_fp16"} <= names else ()
