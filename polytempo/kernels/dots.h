@@ -193,14 +193,13 @@ __attribute__((noinline)) v16 dot_columns(const T* const* x, const Columns& w, l
         if (R > 2) add_products<T, C>(third, F(read_chunk(x2 + k, count).value), a, b, c, d);
         if (R > 3) add_products<T, C>(fourth, F(read_chunk(x3 + k, count).value), a, b, c, d);
     };
-    auto factor = [](auto values) __attribute__((always_inline)) { return to_factor<T>(values.first); };
     auto step = [&](long k, auto count) __attribute__((always_inline)) {
         if (ASKS) prefetch(ahead + C * Columns::BYTES / WIDTH * k, C * Columns::BYTES);
         const auto shared = w.shared(k);
         const auto a = w.template read<0>(shared, k, count), b = C > 1 ? w.template read<1>(shared, k, count) : a,
                    c = C > 1 ? w.template read<2>(shared, k, count) : a,
                    d = C > 1 ? w.template read<3>(shared, k, count) : a;
-        add(k, count, factor(a), factor(b), factor(c), factor(d));
+        add(k, count, to_factor<T>(a.first), to_factor<T>(b.first), to_factor<T>(c.first), to_factor<T>(d.first));
         if constexpr (WIDTH > SIZE)
             if (count > SIZE)
                 add(k + SIZE, count - SIZE, to_factor<T>(a.second), to_factor<T>(b.second), to_factor<T>(c.second),

@@ -85,7 +85,7 @@ struct Product {
         }
 #if defined(PT_WIDENED_PANELS)
         if constexpr (std::is_same_v<T, bf16>) {
-            if (passes >= WIDENED_PASSES) {
+            if (!in_place) {
                 float* memory = PT_SCRATCH(float, panel() * widened_width(K));
                 const WidenedColumns all = w.widened_rows(column, last_column, K, memory);
                 all_rows(row, last_row, column, last_column, ahead, [&](long c) { return all.from(c - column); });
